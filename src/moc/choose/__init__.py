@@ -1,0 +1,1 @@
+"""Pure deciders: what is saved when, and what is kept. No torch, no I/O, no clock."""

@@ -1,0 +1,93 @@
+"""What the user decides about saving."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moc.errors import ConfigError
+
+__all__ = ["Policy"]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """When to save, how much, and what to keep.
+
+    Attributes:
+        snapshot_every: steps between snapshots to host memory.
+        persist_every: steps between persists; a snapshot is persisted when it is the first at or
+            after a multiple of this. None: memory only.
+        k_snapshot: experts per MoE layer in a snapshot; None for all. Clipped per layer.
+        k_persist: experts per MoE layer that a persist writes; None for all.
+        skip: ``strict`` spares an unselected expert everything (weights, masters, moments: the
+            paper's formula 6); ``full`` spares nothing: every save holds every expert.
+        total_steps: planned length of the run; the denominator of PLT needs it.
+        total_tokens: planned tokens of the run; estimated from ``total_steps`` when None.
+        keep_latest_k: committed steps to keep in storage, at least 1; None keeps all.
+        keep_every: steps that are multiples of this are kept for ever; None for none.
+        buffers: buffers in memory per rank; None chooses ceil(N / k_snapshot) + 3, or as many as
+            ``memory_bytes`` allows. 3 is the paper's triple buffer.
+        overlap: copy parameters and optimizer state while the next forward and backward run.
+            False copies everything before ``manager.step`` returns.
+        on_error: ``warn`` counts and reports a failed save at the next call; ``raise`` raises.
+        timeout_secs: deadline of every wait for another rank or the helper process.
+        grace_secs: how long a helper whose trainer died may work on before it gives up.
+
+    Raises:
+        ConfigError: a value makes no sense; the message names it and the remedy.
+    """
+
+    snapshot_every: int = 10
+    persist_every: int | None = 50
+    k_snapshot: int | None = None
+    k_persist: int | None = None
+    skip: Literal["strict", "full"] = "strict"
+    total_steps: int | None = None
+    total_tokens: int | None = None
+    keep_latest_k: int | None = 3
+    keep_every: int | None = None
+    buffers: int | None = None
+    overlap: bool = True
+    on_error: Literal["warn", "raise"] = "warn"
+    timeout_secs: float = 120.0
+    grace_secs: float = 30.0
+
+    def __post_init__(self) -> None:
+        positive = ("snapshot_every", "persist_every", "k_snapshot", "k_persist", "total_steps")
+        positive += ("total_tokens", "keep_latest_k", "keep_every", "timeout_secs", "grace_secs")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"Policy({name}={value}): must be positive{_HINTS.get(name, '')}")
+        if self.skip not in ("strict", "full"):
+            raise ConfigError(f"Policy(skip={self.skip!r}): 'strict' or 'full'")
+        if self.on_error not in ("warn", "raise"):
+            raise ConfigError(f"Policy(on_error={self.on_error!r}): 'warn' or 'raise'")
+        if self.buffers is not None and self.buffers < 3:
+            raise ConfigError(
+                f"Policy(buffers={self.buffers}): at least 3 (one is being written, one persisted, "
+                "one kept for recovery)"
+            )
+        if self.k_snapshot is not None and (
+            self.k_persist is None or self.k_persist > self.k_snapshot
+        ):
+            raise ConfigError(
+                f"Policy(k_snapshot={self.k_snapshot}, k_persist={self.k_persist}): a persist "
+                "writes what a snapshot holds, so k_persist must be at most k_snapshot"
+            )
+
+    def experts_per_save(self, experts: int) -> tuple[int, int]:
+        """K_snapshot and K_persist for a layer of so many experts."""
+        if self.skip == "full":
+            return experts, experts
+        snapshot = min(self.k_snapshot or experts, experts)
+        return snapshot, min(self.k_persist or experts, snapshot)
+
+
+_HINTS = {
+    "persist_every": "; None keeps checkpoints in memory only",
+    "keep_latest_k": "; None keeps all",
+    "k_snapshot": "; None takes all experts",
+    "k_persist": "; None takes all experts",
+}

@@ -1,0 +1,1 @@
+"""Frozen values that the whole library speaks in: no torch, no I/O, no clock."""
