@@ -1,24 +1,24 @@
 """Every error that MoC raises on purpose, in one tree.
 
-    MocError
-    ├── ConfigError            a bad argument; nothing was touched (also a ValueError)
-    │   ├── ExpertRuleError    the expert rule matches nothing, or what is no routed expert
-    │   └── LayoutError        ranks, groups or replicas that do not fit together
-    ├── StateError             live state that cannot be captured or filled
-    │   ├── UnsupportedValue   an extra of a type that has no exact form on disk
-    │   └── MismatchError      names, shapes or dtypes of checkpoint and model differ
-    ├── SaveError              a save that failed; the step does not exist
-    │   └── RanksDisagree      ranks asked for different things in the same save
-    ├── RestoreError           a restore that cannot be done
-    │   ├── NothingValid       something is there, but nothing whole
-    │   └── StepNotFound       the step that was asked for does not exist
-    ├── DamagedError           bytes that are not what was written
-    ├── StoreError             the store refused or failed an operation
-    │   ├── KeyMissing         no such key
-    │   └── KeyExists          a write-once key is taken
-    ├── RunBusy                another job, or another model, owns the run directory
-    ├── HelperError            the helper process died or did not answer
-    └── DeadlineError          a wait ran out; says whom it waited for
+MocError
+├── ConfigError            a bad argument; nothing was touched (also a ValueError)
+│   ├── ExpertRuleError    the expert rule matches nothing, or what is no routed expert
+│   └── LayoutError        ranks, groups or replicas that do not fit together
+├── StateError             live state that cannot be captured or filled
+│   ├── UnsupportedValue   an extra of a type that has no exact form on disk
+│   └── MismatchError      names, shapes or dtypes of checkpoint and model differ
+├── SaveError              a save that failed; the step does not exist
+│   └── RanksDisagree      ranks asked for different things in the same save
+├── RestoreError           a restore that cannot be done
+│   ├── NothingValid       something is there, but nothing whole
+│   └── StepNotFound       the step that was asked for does not exist
+├── DamagedError           bytes that are not what was written
+├── StoreError             the store refused or failed an operation
+│   ├── KeyMissing         no such key
+│   └── KeyExists          a write-once key is taken
+├── RunBusy                another job, or another model, owns the run directory
+├── HelperError            the helper process died or did not answer
+└── DeadlineError          a wait ran out; says whom it waited for
 """
 
 from __future__ import annotations

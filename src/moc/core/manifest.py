@@ -203,21 +203,27 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
             files.append(info)
         return PieceRecord(record.piece, index[info.key], record.offset, record.digest)
 
-    dense, experts = [], []
+    dense: list[PieceRecord] = []
+    experts: list[PieceRecord] = []
     for receipt in receipts:
         for record in receipt.pieces:
             target = experts if record.piece.is_expert else dense
             target.append(adopt(record, receipt.files[record.file]))
 
     saved = [set(ids) for ids in head.saved]
-    versions, routed, lost = [], [], []
+    versions: list[list[Version]] = []
+    routed: list[list[int]] = []
+    lost: list[list[int]] = []
     for layer, ids in enumerate(saved):
         count = len(head.routed[layer])
         inherited = [e for e in range(count) if e not in ids]
         if inherited and base is None:
             raise DamagedError(f"step {first.version}: no version of experts {inherited[:8]}")
         versions.append(
-            [first.version if e in ids or not base else base.versions[layer][e] for e in range(count)]
+            [
+                first.version if e in ids or not base else base.versions[layer][e]
+                for e in range(count)
+            ]
         )
         for out, now, old in (
             (routed, head.routed, base.version_routed if base else None),

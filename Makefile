@@ -1,0 +1,38 @@
+# Everything that a person or CI runs. Needs python3 (3.10 or newer) and make; the rest is made.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## make .venv with the package (editable) and the development tools
+
+demo: $(STAMP)  ## train a small MoE with and without a fault, and say what it cost
+	$(BIN)/moc demo
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types, import contracts, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_docs.py
+
+clean:  ## remove what tools left, but not .venv
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+
+# A .venv that is there without a stamp, or broken off half-way, is completed and not destroyed:
+# `python -m venv` over a folder only adds what is missing. pip takes what it is configured to.
+$(STAMP): pyproject.toml constraints.txt
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q src
+	touch $@

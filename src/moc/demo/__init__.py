@@ -1,0 +1,1 @@
+"""A small MoE trained twice, once with a fault: what the library does, measured."""

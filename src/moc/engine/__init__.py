@@ -1,0 +1,1 @@
+"""The scripts that drive a save and a restore, phase by phase."""

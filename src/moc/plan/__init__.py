@@ -1,0 +1,1 @@
+"""Pure planning: who writes which bytes. No torch, no I/O."""

@@ -1,0 +1,1 @@
+"""Device to host: the memory tier, its copies, and the fence that guards them."""

@@ -1,0 +1,1 @@
+"""Live objects described as pieces, and pieces as views of live tensors. Moves no bytes."""

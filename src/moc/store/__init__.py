@@ -1,0 +1,1 @@
+"""Bytes by key: local folders and object stores. No torch."""

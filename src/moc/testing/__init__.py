@@ -1,0 +1,1 @@
+"""Conformance suites, rank runners and strategies for tests; only tests import this."""
