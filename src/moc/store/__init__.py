@@ -1,1 +1,36 @@
 """Bytes by key: local folders and object stores. No torch."""
+
+from __future__ import annotations
+
+import os
+
+from moc.errors import ConfigError
+from moc.store.base import Store
+from moc.store.local import LocalStore
+
+__all__ = ["LocalStore", "Store", "open_store"]
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store of a run. Nothing is written, and no folder is made.
+
+    Args:
+        url: a folder, ``file:///folder`` (taken letter by letter, without %-escapes), or a URL
+            of fsspec such as ``s3://bucket/runs/my-moe``.
+
+    Raises:
+        ConfigError: no store for such a scheme; says which there are.
+    """
+    text = os.fspath(url)
+    if not text:
+        raise ConfigError("an empty path names no run directory")
+    if "://" not in text:
+        return LocalStore(text)
+    if text.startswith("file://"):
+        path = text.removeprefix("file://")
+        if not path.startswith("/"):
+            raise ConfigError(f"{text}: file:// takes an absolute path, file:///folder")
+        return LocalStore(path)
+    from moc.store.remote import FsspecStore  # here, because fsspec costs 0.2 s
+
+    return FsspecStore(text)
