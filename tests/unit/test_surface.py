@@ -37,7 +37,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         moc.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["moc", "moc.cli.main", "moc.persist.agent", "moc.recover", "moc.store"])
+@pytest.mark.parametrize(
+    "module", ["moc", "moc.cli.main", "moc.persist.agent", "moc.recover", "moc.store"]
+)
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
