@@ -54,9 +54,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     grace_secs: float = 30.0
 
     def __post_init__(self) -> None:
-        positive = ("snapshot_every", "persist_every", "k_snapshot", "k_persist", "total_steps")
-        positive += ("total_tokens", "keep_latest_k", "keep_every", "timeout_secs", "grace_secs")
-        for name in positive:
+        for name in (
+            *("snapshot_every", "persist_every", "k_snapshot", "k_persist", "total_steps"),
+            *("total_tokens", "keep_latest_k", "keep_every", "timeout_secs", "grace_secs"),
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"Policy({name}={value}): must be positive{_HINTS.get(name, '')}")
