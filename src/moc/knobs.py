@@ -16,6 +16,7 @@ from moc.errors import ConfigError
 
 __all__ = [
     "child_environment",
+    "has_agent_store",
     "local_rank",
     "log_level",
     "master_addr",
@@ -65,6 +66,11 @@ def master_addr() -> str | None:
 def master_port() -> int | None:
     """Port of the job's rendezvous store, from ``MASTER_PORT``; None without torchrun."""
     return _int("MASTER_PORT", default=0, least=1) or None
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun itself hosts the store, from ``TORCHELASTIC_USE_AGENT_STORE``."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def memory_dir() -> Path | None:
