@@ -26,8 +26,8 @@ def is_persist_due(step: int, last_marked_step: int | None, policy: Policy) -> b
     Args:
         step: step of the snapshot.
         last_marked_step: step of the newest save that was marked to persist, of this attempt or
-            the step it resumed from; None where there is none yet, which counts as step 0.
+            the step it resumed from; None (or -1) where there is none yet, which counts as step 0.
         policy: ``persist_every``; None there is never due.
     """
     every = policy.persist_every
-    return every is not None and step // every > (last_marked_step or 0) // every
+    return every is not None and step // every > max(last_marked_step or 0, 0) // every

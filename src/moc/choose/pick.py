@@ -166,10 +166,10 @@ def choose(
     """Choose the experts of the next save.
 
     Whatever N, K_snapshot and K_persist are, and whichever persists fail, an expert is committed at
-    least once in every ceil(N / K_persist) commits. ceil(N / K_snapshot) successive saves hold
-    every expert where all of them, or none, are persisted and K_persist divides K_snapshot and
-    K_snapshot divides N. Else it takes somewhat longer, because a persisted save may have to
-    spend up to K_persist places on experts that are fresh in memory, and because of `caps`.
+    least once in every ceil(N / K_persist) commits. ceil(N / K_snapshot) successive saves that stay
+    in memory hold every expert; so do as many persisted ones in a row, where K_persist divides
+    K_snapshot and K_snapshot divides N. Else a persisted save may have to spend up to K_persist
+    places on experts that are fresh in memory. Where `caps` bind, it takes one save more.
 
     Args:
         last_snapshot: step of each expert's newest snapshot, [MoE layer][expert], -1 for never.

@@ -109,7 +109,7 @@ class ManifestFacts(msgspec.Struct, frozen=True):
     """
 
     version: Version
-    files: tuple[str, ...]
+    files: frozenset[str]
 
 
 class Sweep(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ def sweep(
     manifest is listed but not given (unreadable); names that this library does not write.
 
     Args:
-        manifests: the committed steps, in any order, read after ``keys`` were listed.
+        manifests: the committed steps, in any order.
         keys: every key in the run.
         timeline: the attempts of the run, this one included.
         keep_latest_k: how many to keep; None keeps all live steps.
