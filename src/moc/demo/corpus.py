@@ -101,9 +101,7 @@ def split_windows(nbytes: int, window: int) -> Split:
             f"the text has {nbytes} bytes; at least {window * _HELD_OUT_EVERY} are needed"
         )
     train = (groups * (_HELD_OUT_EVERY - 1) + rest) * block
-    return Split(
-        train=train, validation=groups * block, block=block, stride=_coprime_stride(train)
-    )
+    return Split(train=train, validation=groups * block, block=block, stride=_coprime_stride(train))
 
 
 def _coprime_stride(count: int) -> int:

@@ -1,16 +1,20 @@
 """What a rank tells the demo: one JSON line per happening, appended to a file of its own.
 
 A line is one write, so that a rank killed at any moment leaves at most one line that is cut off;
-the next writer starts on a fresh line and readers pass over what they cannot read. Imports no
-torch.
+the next writer starts on a fresh line and readers pass over what they cannot read. ``at`` is the
+machine's monotonic clock: records of several ranks can be put in order. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
+
+from moc.core.events import Event
+from moc.engine.report import RestoreReport
 
 __all__ = ["Journal", "Tail"]
 
@@ -25,7 +29,21 @@ class Journal:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record."""
-        os.write(self._fd, json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        os.write(
+            self._fd, json.dumps({"kind": kind, "at": time.monotonic(), **fields}).encode() + b"\n"
+        )
+
+    def write_event(self, event: Event) -> None:
+        """Append an event of the manager."""
+        fields = {field: getattr(event, field) for field in event.__struct_fields__}
+        self.write("event", event=fields.pop("kind"), **fields)
+
+    def write_report(self, report: RestoreReport | None) -> None:
+        """Append what a restore found, None where there was nothing."""
+        fields = (
+            {name: getattr(report, name) for name in report.__struct_fields__} if report else None
+        )
+        self.write("ready", report=fields)
 
     def close(self) -> None:
         """Close the file."""

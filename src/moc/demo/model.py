@@ -54,9 +54,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, ep_rank: int, ep_size: int) -> None:
         super().__init__()
         everyone = config.experts, config.dim, config.expert_dim
-        mine = slice(
-            ep_rank * config.experts // ep_size, (ep_rank + 1) * config.experts // ep_size
-        )
+        mine = slice(ep_rank * config.experts // ep_size, (ep_rank + 1) * config.experts // ep_size)
         # Every rank draws all experts and keeps its own: one seed gives one model on any layout.
         w1 = torch.randn(everyone) * config.dim**-0.5
         w2 = torch.randn(everyone).transpose(1, 2) * config.expert_dim**-0.5
@@ -106,28 +104,29 @@ class MoE(nn.Module):
         if self.ep_group is None:
             return self.experts(seats)  # type: ignore[no-any-return]
         experts, capacity, dim = seats.shape
-        sent = AllToAll.apply(seats, self.ep_group)
+        sent = _exchange(seats, self.ep_group)
         sent = sent.view(self.ep_size, experts // self.ep_size, capacity, dim).transpose(0, 1)
         done = self.experts(sent.reshape(experts // self.ep_size, -1, dim))
         done = done.view(experts // self.ep_size, self.ep_size, capacity, dim).transpose(0, 1)
-        back: Tensor = AllToAll.apply(done.reshape(experts, capacity, dim), self.ep_group)
-        return back
+        return _exchange(done.reshape(experts, capacity, dim), self.ep_group)
 
 
-class AllToAll(torch.autograd.Function):
-    """Exchange equal shares of dimension 0 within the expert-parallel group, both ways."""
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Share r of dimension 0 goes to rank r of the group; gradients take the way back."""
+    received: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
+    return received
 
+
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Part r of the input goes to rank r of the group."""
         ctx.group = group
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x.contiguous(), group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Gradients take the same way back."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         received = torch.empty_like(grad)
         dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
         return received, None
@@ -144,8 +143,10 @@ class Block(nn.Module):
         self.proj = nn.Linear(config.dim, config.dim)
         wide = 4 * config.dim
         self.moe = moe
-        self.ffn = None if moe else nn.Sequential(
-            nn.Linear(config.dim, wide), nn.GELU(), nn.Linear(wide, config.dim)
+        self.ffn = (
+            None
+            if moe
+            else nn.Sequential(nn.Linear(config.dim, wide), nn.GELU(), nn.Linear(wide, config.dim))
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,8 @@ class Transformer(nn.Module):
 
     def parameters_by_kind(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those that every rank has, and those of the experts of this rank."""
-        dense, experts = [], []
+        dense: list[nn.Parameter] = []
+        experts: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
             (experts if ".experts." in name else dense).append(parameter)
         return dense, experts

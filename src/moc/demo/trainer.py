@@ -10,11 +10,12 @@ neighbours, so a node of two ranks holds its experts whole: what memory can save
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import moc
 from moc.demo.baseline import blocking_save
 from moc.demo.journal import Journal
 from moc.demo.loader import Loader
@@ -38,7 +40,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     dp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
@@ -47,12 +49,12 @@ class Ranks:
 def join(ep_size: int) -> Ranks:
     """Meet the other ranks that torchrun started."""
     if "RANK" not in os.environ:
-        return Ranks()
+        return Ranks(device=torch.device("cpu"))
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() >= local_size
     if gpus:
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if gpus else "gloo")
+    moc.init_process_group("nccl" if gpus else "gloo")  # survives restarts by torchrun
     return make_groups(ep_size, torch.device("cuda", local_rank) if gpus else torch.device("cpu"))
 
 
@@ -151,17 +153,18 @@ def average_gradients(
     """Replace gradients by their sum over the group / count, in one exchange.
 
     Returns:
-        The scalars that went along, treated alike.
+        The sum of the scalars, which go along and are treated alike.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([tensor.flatten() for tensor in (*gradients, *scalars)])
     if group:
         dist.all_reduce(flat, group=group)
     flat /= count
-    *averages, rest = flat.split([gradient.numel() for gradient in gradients] + [len(scalars)])
+    sizes = [gradient.numel() for gradient in gradients]
+    *averages, rest = torch.split(flat, [*sizes, len(scalars)])
     for gradient, average in zip(gradients, averages, strict=True):
         gradient.copy_(average.view_as(gradient))
-    return rest.squeeze()
+    return rest.sum()
 
 
 def warm_up_and_cosine(steps: int) -> Any:
@@ -174,44 +177,89 @@ def warm_up_and_cosine(steps: int) -> Any:
     return factor
 
 
+def make_manager(args: argparse.Namespace, trainer: Trainer, journal: Journal) -> Any:
+    """What keeps the run safe: from here on, three calls are all there is to it."""
+    ranks = trainer.ranks
+    node = ranks.rank * args.nodes // ranks.world_size
+    return moc.CheckpointManager(
+        Path(args.run_dir) / "checkpoints",
+        model=trainer.model,
+        optimizer=trainer.optimizers,
+        extras={"scheduler": trainer.schedulers, "loader": trainer.loader},
+        layout=moc.Layout.from_groups(dp=ranks.dp, ep=ranks.ep, edp=ranks.edp)
+        if ranks.dp
+        else moc.Layout.single(),
+        policy=moc.Policy(
+            snapshot_every=args.snapshot_every,
+            persist_every=args.persist_every,
+            k_snapshot=args.k_snapshot,
+            k_persist=args.k_persist,
+            total_steps=args.steps,
+        ),
+        memory_dir=Path(args.memory_dir, f"node{node}") if args.memory_dir else None,
+        on_event=journal.write_event,
+    )
+
+
+class NoManager(contextlib.AbstractContextManager["NoManager"]):
+    """Stands in for the manager with ``--no-moc``: saves nothing, finds nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def restore(self) -> None:
+        """There is nothing to restore."""
+
+    def step(self, step: int) -> None:
+        """Saves nothing."""
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing was measured."""
+        return {}
+
+
 def train(args: argparse.Namespace, ranks: Ranks, journal: Journal) -> None:
     """Train to the end, from wherever the last attempt got to."""
     trainer = Trainer(args, ranks)
-    parameters = sum(parameter.numel() for parameter in trainer.dense), sum(
-        parameter.numel() for parameter in trainer.experts
-    )
-    journal.write("ready", dense=parameters[0], local_experts=parameters[1])
     tokens = trainer.loader.tokens_per_batch * ranks.world_size
-    for step in range(1, args.steps + 1):
-        start = time.perf_counter()
-        loss = trainer.step()
-        if ranks.rank == 0:
+    with NoManager() if args.no_moc else make_manager(args, trainer, journal) as manager:
+        report = manager.restore()
+        journal.write_report(report)
+        for step in range(report.step + 1 if report else 1, args.steps + 1):
+            start = time.perf_counter()
+            loss = trainer.step()
+            manager.step(step)
             secs = time.perf_counter() - start
             journal.write("step", step=step, loss=float(loss), tokens=tokens, secs=secs)
-        if step in args.blocking_at:
-            path = Path(args.run_dir) / f"blocking-{ranks.rank}.pt"
-            secs, nbytes = blocking_save(trainer.optimizers, path)
-            journal.write("blocking", step=step, secs=secs, nbytes=nbytes)
-        if step % args.validate_every == 0 and step < args.steps:
-            journal.write("validation", step=step, loss=trainer.validate(4))
-    journal.write("end", step=args.steps, val_loss=trainer.validate(32))
+            if step in args.blocking_at:
+                path = Path(args.run_dir) / f"blocking-{ranks.rank}.pt"
+                secs, nbytes = blocking_save(trainer.optimizers, path)
+                journal.write("blocking", step=step, secs=secs, nbytes=nbytes)
+            if step % args.validate_every == 0 and step < args.steps:
+                journal.write("validation", step=step, loss=trainer.validate(4))
+        journal.write("end", val_loss=trainer.validate(32), stats=manager.stats())
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Train a small MoE model under MoC.")
     parser.add_argument("--data", required=True, help="file with the text to learn")
-    parser.add_argument("--run-dir", required=True, help="directory for checkpoints and journals")
+    parser.add_argument("--run-dir", required=True, help="for checkpoints and journals")
     parser.add_argument("--memory-dir", help="directory on tmpfs for snapshots")
-    parser.add_argument("--nodes", type=int, default=1, help="virtual nodes to divide the ranks")
+    parser.add_argument("--nodes", type=int, default=1, help="virtual nodes to divide ranks into")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share out the experts")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=2, help="windows per rank and step")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--snapshot-every", type=int, default=10)
+    parser.add_argument("--persist-every", type=int, default=20)
+    parser.add_argument("--k-snapshot", type=int, default=4)
+    parser.add_argument("--k-persist", type=int, default=2)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--blocking-at", type=int, nargs="*", default=[])
+    parser.add_argument("--no-moc", action="store_true", help="train without checkpoints")
     return parser.parse_args(argv)
 
 
@@ -220,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     ranks = join(args.ep)
     with Journal(Path(args.run_dir) / f"metrics-rank{ranks.rank}.jsonl") as journal:
-        journal.write("start", pid=os.getpid(), restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        journal.write("start", rank=ranks.rank, pid=os.getpid())
         train(args, ranks, journal)
     if dist.is_initialized():
         dist.destroy_process_group()
