@@ -182,15 +182,12 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
 
     Raises:
         DamagedError: receipts are missing or of different versions, the base is not the one
-            named, or an expert has no record in either.
+            named, an expert has no record in either, or the receipts hold other experts than the
+            head says.
     """
     receipts = sorted(receipts, key=lambda r: r.rank)
+    head = _check_receipts(receipts)
     first = receipts[0]
-    if [r.rank for r in receipts] != list(range(first.world_size)):
-        raise DamagedError(f"step {first.version}: receipts of ranks {[r.rank for r in receipts]}")
-    if any(r.version != first.version for r in receipts) or first.head is None:
-        raise DamagedError(f"step {first.version}: receipts do not belong together")
-    head = first.head
     if (base.version if base else None) != head.base:
         raise DamagedError(f"step {first.version} builds on {head.base}, not on the given base")
 
@@ -250,6 +247,26 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
         version_lost=lost,
         created=created,
     )
+
+
+def _check_receipts(receipts: Sequence[Receipt]) -> CommitHead:
+    """The head of a complete set of receipts, sorted by rank; refuses any other set."""
+    if not receipts:
+        raise DamagedError("no receipts, so no step")
+    first = receipts[0]
+    if [r.rank for r in receipts] != list(range(first.world_size)):
+        raise DamagedError(f"step {first.version}: receipts of ranks {[r.rank for r in receipts]}")
+    if any(r.version != first.version for r in receipts) or first.head is None:
+        raise DamagedError(f"step {first.version}: receipts do not belong together")
+    said = {(layer, e) for layer, ids in enumerate(first.head.saved) for e in ids}
+    pieces = [record.piece for receipt in receipts for record in receipt.pieces]
+    wrong = said ^ {(piece.layer, piece.expert) for piece in pieces if piece.is_expert}
+    if wrong:
+        raise DamagedError(
+            f"step {first.version}: records and saved experts disagree on (layer, expert) "
+            f"{sorted(wrong)[:8]}"
+        )
+    return first.head
 
 
 def step_dir(version: Version) -> str:
