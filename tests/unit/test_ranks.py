@@ -60,7 +60,7 @@ def test_ranks_that_hang_after_anothers_error_are_killed_soon(monkeypatch):
 
 
 def test_an_error_that_cannot_be_pickled_still_has_its_text():
-    def fails(rank: int) -> None:
+    def fails(_rank: int) -> None:
         class Local(Exception):
             pass
 
@@ -72,7 +72,7 @@ def test_an_error_that_cannot_be_pickled_still_has_its_text():
 
 def test_leaving_without_a_result_is_an_error():
     with pytest.raises(RankFailed, match="exit code 7"):
-        run_ranks(lambda rank: os._exit(7), 1, init=False)
+        run_ranks(lambda _rank: os._exit(7), 1, init=False)
 
 
 def test_death_by_signal_is_an_error_unless_allowed():
@@ -88,7 +88,7 @@ def test_death_by_signal_is_an_error_unless_allowed():
 
 
 def test_the_deadline_kills_all_and_shows_where_they_are():
-    def hangs_in_here(rank: int) -> None:
+    def hangs_in_here(_rank: int) -> None:
         signal.pause()
 
     pids: list[int] = []
@@ -118,7 +118,7 @@ def test_ranks_can_be_killed_at_a_point_they_reached():
 
 
 def test_leaving_the_block_kills_what_is_alive():
-    with start_ranks(lambda rank: signal.pause(), 2, init=False) as ranks:
+    with start_ranks(lambda _rank: signal.pause(), 2, init=False) as ranks:
         pass
     for pid in ranks.pids:
         with pytest.raises(ProcessLookupError):

@@ -113,7 +113,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """See `Store.delete`. Folders that this empties go too, but not the root."""
         path = self.path(key)
-        with self._errors("delete", key), suppress(*_MISSING):
+        with self._errors("delete", key), suppress(*_MISSING, IsADirectoryError):
             os.unlink(path)
             for folder in path.parents:
                 if folder == self.root or not _remove_empty(folder):

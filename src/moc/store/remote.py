@@ -89,7 +89,7 @@ class FsspecStore:
 
     def list(self, prefix: str = "") -> Names:
         """See `Store.list`."""
-        folder = self._path(check_prefix(prefix))
+        folder = self._folder(prefix)
         with self._errors("list", prefix), suppress(FileNotFoundError):
             keys = self._keys(self._fs.find(folder), folder)
             return [key for key in keys if not is_temporary(key.rsplit("/", 1)[-1])]
@@ -97,7 +97,7 @@ class FsspecStore:
 
     def children(self, prefix: str = "") -> Names:
         """See `Store.children`."""
-        folder = self._path(check_prefix(prefix))
+        folder = self._folder(prefix)
         with self._errors("list", prefix), suppress(FileNotFoundError, NotADirectoryError):
             keys = self._keys(self._fs.ls(folder, detail=False), folder)
             names = (key.rsplit("/", 1)[-1] for key in keys)
@@ -128,7 +128,11 @@ class FsspecStore:
                 self._fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}" if key else self._root
+        return f"{self._root}/{check_key(key)}"
+
+    def _folder(self, prefix: str) -> str:
+        folder = check_prefix(prefix)
+        return f"{self._root}/{folder}" if folder else self._root
 
     def _keys(self, paths: Iterable[str], folder: str) -> Names:
         """Keys of the paths below a folder; find and ls of a *file* give the file itself."""
