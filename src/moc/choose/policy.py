@@ -23,7 +23,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         skip: ``strict`` spares an unselected expert everything (weights, masters, moments: the
             paper's formula 6); ``full`` spares nothing: every save holds every expert.
         total_steps: planned length of the run; the denominator of PLT needs it.
-        total_tokens: planned tokens of the run; estimated from ``total_steps`` when None.
         keep_latest_k: committed steps to keep in storage, at least 1; None keeps all.
         keep_every: steps that are multiples of this are kept for ever; None for none.
         buffers: buffers in memory per rank; None chooses ceil(N / k_snapshot) + 3, or as many as
@@ -44,7 +43,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     k_persist: int | None = None
     skip: Literal["strict", "full"] = "strict"
     total_steps: int | None = None
-    total_tokens: int | None = None
     keep_latest_k: int | None = 3
     keep_every: int | None = None
     buffers: int | None = None
@@ -56,7 +54,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in (
             *("snapshot_every", "persist_every", "k_snapshot", "k_persist", "total_steps"),
-            *("total_tokens", "keep_latest_k", "keep_every", "timeout_secs", "grace_secs"),
+            *("keep_latest_k", "keep_every", "timeout_secs", "grace_secs"),
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:

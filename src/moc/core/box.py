@@ -66,17 +66,21 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
             for o, s, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
         )
 
-    def cut_rows(self, max_rows: int) -> Iterator[Box]:
-        """Tile the box by blocks of at most ``max_rows`` along the first dimension."""
-        if not self.sizes or self.sizes[0] <= max_rows:
+    def tiles(self, max_numel: int) -> Iterator[Box]:
+        """Tile the box by boxes of at most ``max_numel`` elements, cut along leading dimensions.
+
+        The tiling depends on nothing but the box, so that every rank cuts alike.
+        """
+        dim = next((d for d, size in enumerate(self.sizes) if size > 1), None)
+        if dim is None or self.numel <= max_numel:
             yield self
             return
-        for start in range(0, self.sizes[0], max_rows):
-            rows = min(max_rows, self.sizes[0] - start)
-            yield Box(
-                (self.offsets[0] + start, *self.offsets[1:]),
-                (rows, *self.sizes[1:]),
-            )
+        rows = max(1, max_numel // (self.numel // self.sizes[dim]))
+        for start in range(0, self.sizes[dim], rows):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[dim] += start
+            sizes[dim] = min(rows, self.sizes[dim] - start)
+            yield from Box(tuple(offsets), tuple(sizes)).tiles(max_numel)
 
     def subtract(self, other: Box) -> Iterator[Box]:
         """Disjoint boxes that cover this box without ``other``."""

@@ -20,6 +20,7 @@ from moc.errors import DamagedError
 __all__ = [
     "FORMAT",
     "CommitHead",
+    "DigestFile",
     "FileInfo",
     "Manifest",
     "Receipt",
@@ -28,11 +29,13 @@ __all__ = [
     "assemble",
     "attempt_key",
     "decode_json",
+    "digests_path",
     "encode_json",
     "manifest_key",
     "parse_attempt_key",
     "parse_step_dir",
     "receipt_key",
+    "seal_path",
     "step_dir",
 ]
 
@@ -139,6 +142,13 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[PieceRecord]
     expert_pieces: list[tuple[int, int, int]]
     head: CommitHead
+
+
+class DigestFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Beside a sealed buffer, once the helper had time: digests of the seal's pieces, in order."""
+
+    version: Version
+    digests: list[str]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,6 +301,16 @@ def manifest_key(version: Version) -> str:
 def receipt_key(version: Version, rank: int) -> str:
     """Key of a rank's receipt."""
     return f"{step_dir(version)}/rank-{rank:05d}.receipt"
+
+
+def seal_path(buffer: str) -> str:
+    """Path of the seal beside a buffer."""
+    return buffer.removesuffix(".safetensors") + ".seal"
+
+
+def digests_path(buffer: str) -> str:
+    """Path of the digests beside a buffer."""
+    return buffer.removesuffix(".safetensors") + ".digests"
 
 
 def attempt_key(attempt: int) -> str:

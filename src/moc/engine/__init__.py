@@ -1,1 +1,1 @@
-"""The scripts that drive a save and a restore, phase by phase."""
+"""Drives the parts: straight-line scripts that read as the list of phases."""

@@ -1,1 +1,1 @@
-"""Device to host: the memory tier, its copies, and the fence that guards them."""
+"""Device to host memory: buffers that survive the process, copies, and the optimizer's fence."""

@@ -1,0 +1,151 @@
+"""The ticket: one short vector per save that makes every rank decide alike.
+
+A rank must not decide alone what concerns all: commits become known on each rank at another
+time, copies take longer here than there, a helper dies on one. So everything a save decides is a
+pure function of its step and of the ticket, the element-wise minimum over all ranks of a few
+words, posted one step before the save is due and read when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moc.choose.cadence import is_persist_due
+from moc.choose.pick import Choice, ChooseState, choose
+from moc.choose.policy import Policy
+
+__all__ = ["Decision", "Ticket", "Words", "decide"]
+
+_NEUTRAL = 1 << 62  # never the minimum: "not mine to say"
+
+
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has to say.
+
+    Attributes:
+        step: the step whose save this is about.
+        attempt: this rank's attempt.
+        plan: digest of this rank's save plan, 0 before there is one.
+        unchanged: 1 while the live state has the structure that was planned, else 0.
+        sealed: newest step sealed on this rank, -1 for none.
+        failed: newest marked step whose persist failed on this rank, -1 for none.
+        committed: newest committed step, -1 for none; rank 0 knows, others pass None.
+        abandoned: newest abandoned step, -1 for none; rank 0 knows, others pass None.
+    """
+
+    step: int
+    attempt: int
+    plan: int
+    unchanged: int
+    sealed: int
+    failed: int
+    committed: int | None = None
+    abandoned: int | None = None
+
+    def pack(self) -> list[int]:
+        """Words for an all-reduce with MIN; a value beside its negative shows disagreement."""
+        return [
+            self.step,
+            -self.step,
+            self.attempt,
+            -self.attempt,
+            self.plan,
+            -self.plan,
+            self.unchanged,
+            self.sealed,
+            -self.failed,
+            _NEUTRAL if self.committed is None else self.committed,
+            _NEUTRAL if self.abandoned is None else self.abandoned,
+        ]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks have said, equal on all of them.
+
+    Attributes:
+        agreed: names of the fields in which ranks differ; empty when all is well.
+        unchanged: whether every rank's structure is the planned one.
+        sealed: newest step that every rank has sealed.
+        failed: newest marked step whose persist failed on some rank.
+        committed: newest committed step.
+        abandoned: newest step that the coordinator gave up.
+    """
+
+    differ: tuple[str, ...]
+    unchanged: bool
+    sealed: int
+    failed: int
+    committed: int
+    abandoned: int
+
+    @classmethod
+    def unpack(cls, words: Sequence[int]) -> Ticket:
+        """Read the minimum over all ranks of `Words.pack`."""
+        pairs = (("step", 0), ("attempt", 2), ("plan", 4))
+        return cls(
+            differ=tuple(name for name, i in pairs if words[i] != -words[i + 1]),
+            unchanged=words[6] == 1,
+            sealed=words[7],
+            failed=-words[8],
+            committed=words[9],
+            abandoned=words[10],
+        )
+
+    def is_resolved(self, marked: int) -> bool:
+        """Whether the fate of a marked step is known: committed, or given up somewhere."""
+        return marked <= max(self.committed, self.abandoned, self.failed)
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save does, equal on all ranks.
+
+    Attributes:
+        marked: it is persisted as soon as its copy is done.
+        full: it holds every expert.
+        choice: the experts of both levels.
+    """
+
+    marked: bool
+    full: bool
+    choice: Choice
+
+
+def decide(
+    step: int,
+    ticket: Ticket,
+    state: ChooseState,
+    holders: Sequence[Sequence[int]],
+    policy: Policy,
+    *,
+    last_marked: int,
+    has_base: bool,
+    full: bool = False,
+    forced: bool = False,
+) -> Decision:
+    """Decide a save.
+
+    A save is marked iff a persist is due and the one before is resolved; a marked one is never
+    superseded. Without a committed step to inherit from, the marked save is full.
+
+    Args:
+        step: the step to save.
+        ticket: what all ranks said.
+        state: when each expert was last saved.
+        holders: holder of each expert, [MoE layer][expert].
+        policy: the user's.
+        last_marked: newest marked step of this attempt, -1 for none.
+        has_base: whether a committed step exists on this timeline.
+        full: the caller asked for every expert.
+        forced: the caller asked for a persist now.
+    """
+    due = forced or is_persist_due(step, last_marked, policy)
+    if policy.persist_every is not None and not has_base:
+        due = True
+    marked = due and (last_marked < 0 or ticket.is_resolved(last_marked))
+    everything = full or (marked and not has_base)
+    choice = choose(
+        state.last_snapshot, state.last_commit, holders, policy, full=everything, marked=marked
+    )
+    return Decision(marked=marked, full=everything, choice=choice)

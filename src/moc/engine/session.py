@@ -1,0 +1,132 @@
+"""What saving and restoring share: the objects of one rank, and what the ranks agreed on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moc.choose.policy import Policy
+from moc.comm.group import Group
+from moc.core.events import Event, EventKind
+from moc.core.topology import Topology
+from moc.core.versions import Timeline, Version
+from moc.state.extras import Extras
+from moc.state.live import LiveState
+from moc.state.routers import TokenCounter
+from moc.store.base import Store
+
+__all__ = ["Session", "Totals", "host_name"]
+
+log = logging.getLogger("moc")
+
+Totals = list[list[int]]
+"""Tokens by [MoE layer][expert]."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One rank of one attempt.
+
+    Attributes:
+        group: the ranks.
+        topology: who shares what.
+        store: where steps are committed.
+        memory_dir: directory of the memory tier.
+        policy: the user's.
+        live: the model and its optimizers.
+        extras: the user's other objects.
+        tokens: counts routed tokens.
+        model_id: fingerprint, as in ``run.json``.
+        nodes: node number of every rank; ranks of one number share a memory tier.
+        on_event: the user's callback.
+        run_id: of the run, empty before `restore`.
+        timeline: attempts, this one included after `restore`.
+        attempt: number of this attempt, 0 before `restore`.
+        resumed_step: step that this attempt resumed from.
+        base: newest committed version on the timeline, None where there is none.
+        base_versions: its experts' versions, [layer][expert]; empty without a base.
+        lost: tokens that the live state has lost, [layer][expert].
+        restored: version that was restored, None for a fresh start.
+        routed: its token counts.
+    """
+
+    group: Group
+    topology: Topology
+    store: Store
+    memory_dir: Path
+    policy: Policy
+    live: LiveState
+    extras: Extras
+    tokens: TokenCounter
+    model_id: str
+    nodes: list[int]
+    on_event: Callable[[Event], None] | None = None
+    run_id: str = ""
+    timeline: Timeline = field(default_factory=Timeline)
+    attempt: int = 0
+    resumed_step: int = 0
+    base: Version | None = None
+    base_versions: list[list[Version]] = field(default_factory=list)
+    lost: Totals = field(default_factory=list)
+    restored: Version | None = None
+    routed: Totals = field(default_factory=list)
+    _events: deque[Event] = field(default_factory=deque)
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.group.rank
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self.nodes[self.rank]
+
+    @property
+    def experts_per_layer(self) -> tuple[int, ...]:
+        """Global number of experts of each MoE layer."""
+        return self.live.experts.experts
+
+    def note(
+        self, kind: EventKind, step: int, *, secs: float = 0.0, nbytes: int = 0, text: str = ""
+    ) -> None:
+        """Queue an event, from any thread; `flush` hands it to the callback."""
+        self._events.append(
+            Event(
+                kind=kind,
+                step=step,
+                attempt=self.attempt,
+                rank=self.rank,
+                secs=secs,
+                nbytes=nbytes,
+                text=text,
+            )
+        )
+
+    def flush(self) -> None:
+        """Deliver queued events on the caller's thread, in order."""
+        while self._events:
+            event = self._events.popleft()
+            loud = event.kind in ("failed", "torn", "abandoned", "warning")
+            if self.rank == 0 or loud:
+                log.log(
+                    logging.WARNING if loud else logging.INFO,
+                    "%s step %d: %s (%.3f s, %d bytes, rank %d)",
+                    event.kind,
+                    event.step,
+                    event.text or "-",
+                    event.secs,
+                    event.nbytes,
+                    event.rank,
+                )
+            if self.on_event is not None:
+                self.on_event(event)
+
+
+def host_name() -> str:
+    """Name of this machine."""
+    return os.uname().nodename

@@ -1,0 +1,321 @@
+"""`CheckpointManager`: the one object a user holds."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moc import knobs
+from moc.choose.policy import Policy
+from moc.comm.group import Group, SingleGroup, agree, gather_values
+from moc.comm.layout import Layout
+from moc.comm.torch_group import default_group
+from moc.core.digest import digest_plan
+from moc.core.events import Event
+from moc.core.faults import FaultScript
+from moc.engine.report import RestoreReport
+from moc.engine.restore import restore, start_fresh
+from moc.engine.save import Saver
+from moc.engine.session import Session
+from moc.errors import ConfigError, KeyMissing, LayoutError, MocError, RestoreError
+from moc.persist.commit import load_manifest, load_timeline, versions_in
+from moc.snapshot.buffers import node_key
+from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
+from moc.state.extras import Extras
+from moc.state.live import LiveState, unwrap
+from moc.state.routers import TokenCounter
+from moc.store import open_store
+from moc.store.base import Store
+
+__all__ = ["CheckpointManager"]
+
+_DEFAULT_MEMORY_DIR = Path("/dev/shm")
+
+
+class CheckpointManager:
+    """Saves and restores one training job.
+
+    Every method is collective: all ranks call it, in the same order, on their main thread. The
+    constructor looks and gathers; it writes nothing. As a context manager it drains on a clean
+    exit only: on an exception nothing waits for other ranks, and the first error stays the one
+    that is seen.
+
+    Args:
+        directory: run directory, ``file://`` or fsspec URL, or a `Store`.
+        model: the module; DistributedDataParallel and torch.compile are seen through.
+        optimizer: one optimizer or several, in an order that stays the same.
+        extras: by name, anything with ``state_dict()`` and ``load_state_dict()``, or lists of
+            such: scheduler, loader, scaler. RNG of torch, Python and NumPy comes by itself.
+        layout: which ranks share what; one process without expert parallelism by default.
+        policy: when to save, how much, what to keep.
+        memory_dir: directory of the memory tier; ``MOC_MEMORY_DIR``, else ``/dev/shm``.
+        memory_bytes: what this rank may use there; a half of what is free, shared by the ranks of
+            a node, by default.
+        experts: ``"auto"`` (known layouts), `ExpertRule` list, or None for a dense model.
+        router: where routers are, for counting tokens; see `moc.state.routers`.
+        fresh: start over at step 0 beside what the run already holds.
+        on_event: called with every `Event` of this rank, on the main thread.
+
+    Raises:
+        ConfigError: a bad argument, on every rank; nothing was touched.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Store,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        extras: Mapping[str, object] | None = None,
+        layout: Layout | None = None,
+        policy: Policy | None = None,
+        memory_dir: str | os.PathLike[str] | None = None,
+        memory_bytes: int | None = None,
+        experts: str | Sequence[ExpertRule] | None = "auto",
+        router: Mapping[str, str] | str | None = None,
+        fresh: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        faults: FaultScript | None = None,
+    ) -> None:
+        self._policy = policy or Policy()
+        self._fresh = fresh
+        self._started = False
+        self._closed = False
+        self._poisoned = ""
+        topology = (layout or Layout.single()).topology
+        group: Group = (
+            SingleGroup() if topology.world_size == 1 else default_group(self._policy.timeout_secs)
+        )
+        if group.world_size != topology.world_size:
+            raise LayoutError(
+                f"layout of {topology.world_size} ranks in a job of {group.world_size}; give "
+                "layout=moc.Layout.from_groups(...)"
+            )
+        optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
+        memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR)
+
+        def look() -> tuple[Store, LiveState, Extras, str]:
+            store = open_store(directory) if isinstance(directory, str | os.PathLike) else directory
+            plain = LiveState(model, optimizers)
+            found = build_expert_map(plain.shapes, experts, topology.ep_rank, topology.ep_size)
+            return (
+                store,
+                LiveState(model, optimizers, found),
+                Extras(extras or {}),
+                node_key(memory),
+            )
+
+        store, live, captured, key = agree(group, look)
+        told = gather_values(
+            group,
+            (key, dict(zip(live.experts.layers, live.experts.experts, strict=True))),
+            tuple[str, dict[str, int]],
+        )
+        live.experts = _merge(live.experts, [layers for _, layers in told])
+        self._check_k(live.experts)
+        keys = [key for key, _ in told]
+        prints = gather_values(group, live.fingerprint(), int)
+        tokens = TokenCounter(unwrap(model), live.experts.layers, live.experts.experts, router)
+        self._session = Session(
+            group=group,
+            topology=topology,
+            store=store,
+            memory_dir=memory,
+            policy=self._policy,
+            live=live,
+            extras=captured,
+            tokens=tokens,
+            model_id=f"{digest_plan(sorted(set(prints))):016x}",
+            nodes=[keys.index(key) for key in keys],
+            on_event=on_event,
+        )
+        self._saver = Saver(self._session, memory_bytes, faults)
+        atexit.register(self._at_exit)
+
+    # ------------------------------------------------------------------ verbs
+
+    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport | None:
+        """Restore the newest whole step, or exactly ``step``. Call it before training, once.
+
+        Args:
+            step: a step to go back to; there is no falling back from it.
+            strict: whether names must be the same in checkpoint and model.
+
+        Returns:
+            What was restored and what it cost; None only where there is nothing yet.
+
+        Raises:
+            NothingValid: something is there, but nothing whole.
+            StepNotFound: the step asked for does not exist, or is not whole.
+            MismatchError: the checkpoint does not fit the model; nothing was changed.
+            RunBusy: another model, or another job, owns the directory.
+        """
+        self._check_open()
+        if self._started:
+            raise RestoreError("restore() comes before the first save, and once")
+        if self._fresh:
+            start_fresh(self._session, force=True)
+            report = None
+        else:
+            try:
+                report = restore(self._session, step, strict=strict)
+            except RestoreError as error:
+                if "undefined" in str(error):
+                    self._poisoned = str(error)
+                raise
+        self._begin()
+        if report is not None:
+            self._session.note(
+                "restored",
+                report.step,
+                secs=report.secs["total"],
+                nbytes=sum(report.sources.values()),
+                text=str(report),
+            )
+            session = self._session
+            if session.restored != session.base and self._policy.persist_every is not None:
+                # What was restored from memory exists nowhere else yet.
+                self._saver.save(report.step, forced=True)
+        self._session.flush()
+        return report
+
+    def step(self, step: int) -> None:
+        """Call last in every iteration, with the number of the optimizer step just made.
+
+        Saves when the policy says so, and returns as soon as small state is copied; parameters
+        and optimizer state are copied while the next forward and backward run. Does nothing
+        where no optimizer has stepped since the last call (gradient accumulation).
+
+        Raises:
+            RanksDisagree: ranks call it with different steps.
+            SaveError: an earlier save failed and the policy says ``on_error="raise"``.
+        """
+        if not self._started:
+            self._start()
+        self._check_open()
+        self._saver.step(step)
+
+    def save(self, step: int, *, full: bool = False) -> None:
+        """Save now and persist, whatever the policy's intervals say.
+
+        Args:
+            step: number of the last optimizer step.
+            full: hold every expert.
+        """
+        if not self._started:
+            self._start()
+        self._check_open()
+        self._saver.save(step, full=full, forced=self._policy.persist_every is not None)
+
+    def wait(self) -> None:
+        """Return when the newest save that is to be persisted is committed.
+
+        Raises:
+            SaveError: it failed; names step, ranks and cause.
+            DeadlineError: nobody said so within the policy's timeout.
+        """
+        self._check_open()
+        self._saver.wait()
+
+    def latest_step(self) -> int | None:
+        """Newest committed step on the live history; not collective."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Committed steps on the live history, ascending; not collective."""
+        store = self._session.store
+        timeline = load_timeline(store)
+        steps = []
+        for version in versions_in(store):
+            if timeline.is_live(version):
+                try:
+                    steps.append(load_manifest(store, version).version.step)
+                except (KeyMissing, MocError):
+                    continue
+        return sorted(set(steps))
+
+    def gate(self) -> None:
+        """Wait until no copy reads live state: for optimizers that are no torch Optimizer."""
+        self._saver.fence()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and times of this rank since it started; see ``docs``."""
+        return self._saver.stats()
+
+    def close(self) -> None:
+        """Wait until what is in flight is committed, and end. Safe to repeat.
+
+        Raises:
+            SaveError: the last save failed.
+        """
+        self._close(drain=True)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(drain=error is None)
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self) -> None:
+        """The first save without `restore`: only where there is nothing to lose."""
+        self._check_open()
+        start_fresh(self._session, force=self._fresh)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._saver.begin()
+        self._started = True
+
+    def _close(self, *, drain: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self._saver.close(drain=drain and self._started)
+        finally:
+            self._session.tokens.close()
+            self._session.group.close()
+
+    def _at_exit(self) -> None:
+        """A script that ends without `close` still keeps its last save."""
+        self._close(drain=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this CheckpointManager is closed")
+        if self._poisoned:
+            raise RestoreError(self._poisoned)
+
+    def _check_k(self, experts: ExpertMap) -> None:
+        most = max(experts.experts, default=0)
+        for name in ("k_snapshot", "k_persist"):
+            k = getattr(self._policy, name)
+            if k is not None and experts.experts and k > most:
+                raise ConfigError(
+                    f"Policy({name}={k}) is more than the {most} experts of any MoE layer"
+                )
+
+
+def _merge(mine: ExpertMap, told: Sequence[Mapping[str, int]]) -> ExpertMap:
+    """The map with layers of all ranks (pipeline stages have different ones)."""
+    merged: dict[str, int] = {}
+    for layers in told:
+        merged |= layers
+    return mine.among(merged)

@@ -1,0 +1,283 @@
+"""The helper process: persists, digests, writes receipts; rank 0's also commits and prunes.
+
+It runs in a process session of its own and imports no torch, so that it outlives a killed trainer
+and costs 50 ms and a few MB. It finishes or gives up within a deadline when its trainer is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+
+import msgspec
+
+from moc import knobs
+from moc.core.manifest import (
+    DigestFile,
+    FileInfo,
+    Receipt,
+    digests_path,
+    encode_json,
+    receipt_key,
+)
+from moc.core.piece import PieceRecord
+from moc.core.versions import Timeline, Version
+from moc.errors import DamagedError, KeyExists, MocError, StoreError
+from moc.persist.commit import commit, load_timeline, missing_receipts, plan_sweep, prune
+from moc.persist.messages import (
+    Abandon,
+    Abandoned,
+    Channel,
+    Close,
+    Committed,
+    Digest,
+    Failed,
+    Hello,
+    PartDone,
+    Persist,
+    Persisted,
+    PersistPart,
+    Pruned,
+    ToHelper,
+    Warned,
+)
+from moc.persist.writer import digest_records, read_seal, shared_buffer, write_file
+from moc.store import open_store
+from moc.store.base import Store
+from moc.store.wrap import FaultyStore
+
+__all__ = ["Agent", "main"]
+
+_TRIES = 3
+_FIRST_BACKOFF_SECS = 0.05
+_HEARTBEAT_SECS = 1.0  # how often an idle helper looks whether its trainer lives
+_POLL_SECS = (0.01, 0.5)  # first and longest pause between looks for receipts
+
+
+class Agent:
+    """One trainer's helper. Single-threaded: at most one persist is in flight."""
+
+    def __init__(self, hello: Hello, store: Store, channel: Channel) -> None:
+        """Work for the trainer that said hello."""
+        self._hello = hello
+        self._store = store
+        self._channel = channel
+        self._parts: dict[Version, tuple[list[FileInfo], list[PieceRecord]]] = {}
+        self._awaited: Version | None = None
+        self._since = 0.0
+        self._deadline = 0.0
+        self._pause = _POLL_SECS[0]
+        self._closing = False
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Serve until the trainer says so, or is gone and nothing is left to finish."""
+        while not (self._closing and self._awaited is None):
+            timeout = _HEARTBEAT_SECS if self._awaited is None else self._pause
+            if self._channel.closed:
+                knobs.sleep(timeout)
+            for message in self._channel.receive(timeout):
+                self._handle(message)
+            # A worker that the trainer forked keeps the socket open beyond the trainer's death.
+            orphaned = self._channel.closed or os.getppid() != self._parent
+            if orphaned and not self._closing:
+                self._close(self._hello.grace_secs)
+            if self._awaited is not None:
+                self._look_for_receipts(self._awaited)
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case PersistPart():
+                self._attempt(message.version, self._persist_part, message)
+            case Persist():
+                self._attempt(message.version, self._persist, message)
+            case Digest():
+                self._digest(message)
+            case Abandon():
+                if self._awaited == message.version:
+                    self._give_up(message.reason)
+            case Close():
+                self._close(message.deadline_secs)
+
+    def _close(self, secs: float) -> None:
+        self._closing = True
+        self._deadline = min(self._deadline, knobs.monotonic() + secs)
+
+    def _attempt(self, version: Version, work, message) -> None:  # type: ignore[no-untyped-def]
+        """Run a persist, again from the sealed buffer if the store fails; report the outcome."""
+        pause = _FIRST_BACKOFF_SECS
+        for left in reversed(range(_TRIES)):
+            try:
+                work(message)
+                return
+            except (StoreError, OSError) as error:
+                path = getattr(error, "key", "") or getattr(error, "filename", "") or ""
+                if not left:
+                    self._parts.pop(version, None)
+                    self._say(Failed(version, str(error), str(path)))
+                    return
+                self._say(Warned(f"persist of step {version} failed, trying again: {error}"))
+            except MocError as error:
+                self._parts.pop(version, None)
+                self._say(Failed(version, str(error), ""))
+                return
+            knobs.sleep(pause)
+            pause *= 4
+
+    def _persist_part(self, message: PersistPart) -> None:
+        with shared_buffer(message.buffer) as view:
+            records = digest_records(view, message.records)
+            written = write_file(self._store, message.key, message.version, view, records)
+        self._keep(message.version, *written)
+        self._say(PartDone(message.version, written[0].nbytes))
+
+    def _persist(self, message: Persist) -> None:
+        start = knobs.monotonic()
+        version, hello = message.version, self._hello
+        with shared_buffer(message.buffer) as view:
+            seal = read_seal(message.buffer, version)
+            records = digest_records(view, seal.pieces)
+            _note_digests(message.buffer, version, records)
+            files, pieces = self._parts.get(version, ([], []))
+            files, pieces = list(files), list(pieces)
+            for key, indices in message.files:
+                chosen = [records[i] for i in indices]
+                info, placed = write_file(self._store, key, version, view, chosen)
+                pieces += [PieceRecord(r.piece, len(files), r.offset, r.digest) for r in placed]
+                files.append(info)
+            # Still under the lock: whoever waits for the lock finds the receipt, too.
+            self._put_receipt(
+                Receipt(
+                    version=version,
+                    rank=hello.rank,
+                    world_size=hello.world_size,
+                    files=files,
+                    pieces=pieces,
+                    head=msgspec.structs.replace(seal.head, saved=message.saved)
+                    if hello.rank == 0
+                    else None,
+                )
+            )
+        self._parts.pop(version, None)
+        nbytes = sum(f.nbytes for f in files)
+        self._say(Persisted(version, nbytes, knobs.monotonic() - start))
+        if hello.rank == 0:
+            self._awaited, self._since = version, start
+            self._deadline = knobs.monotonic() + (
+                min(hello.timeout_secs, hello.grace_secs) if self._closing else hello.timeout_secs
+            )
+            self._pause = _POLL_SECS[0]
+
+    def _put_receipt(self, receipt: Receipt) -> None:
+        key, data = receipt_key(receipt.version, receipt.rank), encode_json(receipt)
+        try:
+            self._store.put_new(key, [data])
+        except KeyExists:
+            if self._store.get(key) != data:
+                raise
+
+    def _keep(self, version: Version, info: FileInfo, placed: list[PieceRecord]) -> None:
+        files, pieces = self._parts.setdefault(version, ([], []))
+        pieces += [PieceRecord(r.piece, len(files), r.offset, r.digest) for r in placed]
+        files.append(info)
+
+    def _digest(self, message: Digest) -> None:
+        try:
+            with shared_buffer(message.buffer) as view:
+                seal = read_seal(message.buffer, message.version)
+                _note_digests(message.buffer, message.version, digest_records(view, seal.pieces))
+        except (OSError, DamagedError) as error:
+            # The trainer has overwritten the buffer in the meantime: nothing is lost.
+            self._say(Warned(f"snapshot of step {message.version} was not digested: {error}"))
+
+    def _look_for_receipts(self, version: Version) -> None:
+        try:
+            manifest = commit(self._store, version)
+        except (StoreError, OSError, DamagedError) as error:
+            self._say(Warned(f"commit of step {version} failed, trying again: {error}"))
+            manifest = None
+        if manifest is not None:
+            self._awaited = None
+            nbytes = sum(f.nbytes for f in manifest.files if _is_of(f, version))
+            self._say(Committed(version, nbytes, knobs.monotonic() - self._since))
+            self._after_commit(version)
+        elif knobs.monotonic() > self._deadline:
+            missing = missing_receipts(self._store, version, self._hello.world_size)
+            self._give_up(f"no receipt of ranks {missing} within the deadline")
+        else:
+            self._pause = min(self._pause * 2, _POLL_SECS[1])
+
+    def _give_up(self, reason: str) -> None:
+        if self._awaited is not None:
+            self._say(Abandoned(self._awaited, reason))
+        self._awaited = None
+
+    def _after_commit(self, version: Version) -> None:
+        """The hint for people, and retention; neither costs a checkpoint when it fails."""
+        hello = self._hello
+        try:
+            self._store.put("latest", f"{version.step}\n".encode())
+            if hello.keep_latest_k is None:
+                return
+            timeline: Timeline = load_timeline(self._store)
+            if timeline.head != hello.attempt:
+                return  # a later attempt owns the run now; pruning is its business
+            plan = plan_sweep(self._store, timeline, hello.keep_latest_k, hello.keep_every)
+            for problem in prune(self._store, plan):
+                self._say(Warned(problem))
+            if plan.retire or plan.delete:
+                self._say(Pruned(list(plan.retire), len(plan.delete)))
+        except (MocError, OSError) as error:
+            self._say(Warned(f"after the commit of step {version}: {error}"))
+
+    def _say(self, message: object) -> None:
+        try:
+            self._channel.send(message)
+        except OSError:
+            self._channel.closed = True  # the trainer is gone; what is in flight is finished
+
+
+def _note_digests(buffer: str, version: Version, records: list[PieceRecord]) -> None:
+    path = digests_path(buffer)
+    temp = f"{path}.{os.getpid()}.tmp"
+    with open(temp, "wb") as file:
+        file.write(encode_json(DigestFile(version=version, digests=[r.digest for r in records])))
+    os.replace(temp, path)
+
+
+def _is_of(info: FileInfo, version: Version) -> bool:
+    return info.key.startswith(receipt_key(version, 0).partition("/")[0] + "/")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point: ``python -m moc.persist.agent --fd N``; the rest comes as `Hello`."""
+    parser = argparse.ArgumentParser(prog="moc.persist.agent")
+    parser.add_argument("--fd", type=int, required=True, help="connected socket to the trainer")
+    parser.add_argument("--memory", default="", help="memory directory, for people who run ps")
+    parser.add_argument("--rank", type=int, default=0, help="rank, for people who run ps")
+    options = parser.parse_args(arguments)
+    channel = Channel(socket.socket(fileno=options.fd), ToHelper)
+    hello: Hello | None = None
+    rest: list[object] = []
+    while hello is None and not channel.closed:
+        for message in channel.receive(_HEARTBEAT_SECS):
+            if isinstance(message, Hello):
+                hello = message
+            else:
+                rest.append(message)
+    if hello is None:
+        return 0
+    store = open_store(hello.url)
+    if hello.faults is not None:
+        store = FaultyStore(store, hello.faults)
+    agent = Agent(hello, store, channel)
+    for message in rest:
+        agent._handle(message)
+    agent.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The trainer's end of the helper: starts it, talks to it, notices its death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import moc
+from moc import knobs
+from moc.errors import DeadlineError, HelperError
+from moc.persist.messages import Channel, Close, FromHelper, Hello
+
+__all__ = ["Helper", "orphans", "stop"]
+
+_POLL_SECS = 0.01
+_SOURCE_ROOT = str(Path(moc.__file__).resolve().parent.parent)
+
+
+class Helper:
+    """A running helper process."""
+
+    def __init__(self, hello: Hello, memory_dir: str) -> None:
+        """Start the process. It inherits no standard streams, so nobody waits for it to end."""
+        ours, theirs = socket.socketpair()
+        self.memory_dir = memory_dir
+        command = [sys.executable, "-m", "moc.persist.agent", "--fd", str(theirs.fileno())]
+        command += ["--memory", memory_dir, "--rank", str(hello.rank)]
+        with theirs, open(_log_path(memory_dir, hello.rank), "ab") as log:
+            # The helper must find what this process can import, wherever it was started.
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                env=knobs.child_environment(
+                    PYTHONPATH=os.pathsep.join([_SOURCE_ROOT, *filter(None, sys.path)])
+                ),
+                cwd="/",
+            )
+        self._channel = Channel(ours, FromHelper)
+        self._rank = hello.rank
+        self.send(hello)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def send(self, message: object) -> None:
+        """Send one message.
+
+        Raises:
+            HelperError: the helper is gone.
+        """
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            raise HelperError(self._obituary()) from error
+
+    def receive(self, timeout_secs: float = 0.0) -> list[object]:
+        """Messages that are there or arrive in time.
+
+        Raises:
+            HelperError: the helper is gone and had nothing more to say.
+        """
+        messages = self._channel.receive(timeout_secs)
+        if not messages and self._channel.closed:
+            raise HelperError(self._obituary())
+        return messages
+
+    def close(self, deadline_secs: float) -> list[object]:
+        """Let the helper finish, and wait for it.
+
+        Returns:
+            What it still had to say.
+
+        Raises:
+            DeadlineError: it did not end in time and was killed.
+        """
+        messages: list[object] = []
+        end = knobs.monotonic() + deadline_secs
+        try:
+            self.send(Close(deadline_secs))
+            while (left := end - knobs.monotonic()) > 0:
+                messages += self.receive(left)
+        except HelperError:
+            pass  # its end of the socket is closed: it has exited, as asked
+        try:
+            self._process.wait(max(0.1, end - knobs.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise DeadlineError(
+                f"the helper of rank {self._rank} (pid {self.pid}) did not finish within "
+                f"{deadline_secs:.0f} s and was killed"
+            ) from None
+        self._channel.sock.close()
+        return messages
+
+    def detach(self) -> None:
+        """Let the helper finish on its own; nobody waits for it."""
+        self._channel.sock.close()
+
+    def kill(self) -> None:
+        """SIGKILL, and reap."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.sock.close()
+
+    def _obituary(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"killed by signal {-code}" if code and code < 0 else f"exit status {code}"
+        log = _log_path(self.memory_dir, self._rank)
+        try:
+            words = Path(log).read_text(errors="replace").strip().splitlines()[-1:]
+        except OSError:
+            words = []
+        said = f": {words[0]}" if words else ""
+        return f"the helper process of rank {self._rank} (pid {self.pid}) is gone, {how}{said}"
+
+
+def orphans(folder: str) -> list[int]:
+    """Helpers of this run on this node, by their command line; to be called before any starts.
+
+    Args:
+        folder: the run's folder in the memory tier.
+    """
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended in the meantime
+        if b"moc.persist.agent" in words and folder.encode() in words:
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def stop(pids: Sequence[int], deadline_secs: float) -> None:
+    """SIGKILL helpers and wait until they are gone.
+
+    Raises:
+        DeadlineError: one of them does not die.
+    """
+    end = knobs.monotonic() + deadline_secs
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        while _is_running(pid):
+            if knobs.monotonic() > end:
+                raise DeadlineError(f"helper {pid} of an earlier attempt does not die")
+            knobs.sleep(_POLL_SECS)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state != "Z"
+
+
+def _log_path(memory_dir: str, rank: int) -> str:
+    return str(Path(memory_dir) / f"helper-{rank:05d}.log")

@@ -1,0 +1,275 @@
+"""The memory tier: files on tmpfs that outlive the trainer, each one a safetensors file.
+
+The snapshot is the file: a copy writes straight into it, a seal beside it makes it valid, and
+after a crash anybody on the node can open it. Whoever writes or reads a buffer holds a POSIX
+record lock on it (not flock, which forked workers inherit), so the kernel frees it at any death.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+from moc.core.manifest import (
+    DigestFile,
+    Seal,
+    decode_json,
+    digests_path,
+    encode_json,
+    seal_path,
+)
+from moc.core.piece import PieceRecord
+from moc.core.versions import Timeline, Version
+from moc.errors import ConfigError, DamagedError, SaveError
+
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "lock_holders",
+    "node_key",
+    "read_seals",
+    "remove_dead",
+    "run_memory",
+    "usable_bytes",
+]
+
+log = logging.getLogger(__name__)
+
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy takes the page faults
+
+
+def run_memory(memory_dir: Path, run_id: str) -> Path:
+    """Folder of a run's buffers on this node."""
+    return memory_dir / f"moc-{run_id}"
+
+
+def node_key(memory_dir: Path) -> str:
+    """What two processes share only if they see the same memory tier.
+
+    Raises:
+        ConfigError: the directory cannot be made or written.
+    """
+    try:
+        memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = memory_dir.stat()
+        if not os.access(memory_dir, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(memory_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"memory_dir={str(memory_dir)!r} cannot be used: {error.strerror}; name a writable "
+            "directory on tmpfs (MOC_MEMORY_DIR or memory_dir=)"
+        ) from error
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = os.uname().nodename
+    return f"{boot}:{facts.st_dev}:{facts.st_ino}"
+
+
+def usable_bytes(memory_dir: Path) -> int:
+    """Free bytes of the file system that holds the memory tier."""
+    facts = os.statvfs(memory_dir)
+    return facts.f_bavail * facts.f_frsize
+
+
+class Buffer:
+    """One buffer of one writer. Only its trainer writes; one descriptor per process."""
+
+    def __init__(self, path: Path) -> None:
+        """Open what is there; create nothing and write nothing."""
+        self.path = path
+        self._descriptor = -1
+        self.mapped: mmap.mmap | None = None
+        self.seal: Seal | None = None
+
+    @property
+    def name(self) -> str:
+        """File name."""
+        return self.path.name
+
+    @property
+    def version(self) -> Version | None:
+        """What it holds; None where it holds nothing valid."""
+        return self.seal.version if self.seal else None
+
+    def acquire(self, nbytes: int) -> memoryview:
+        """Make it ours to overwrite: unsealed, locked, at least so large, mapped, pre-faulted.
+
+        Returns:
+            All of its bytes.
+
+        Raises:
+            BlockingIOError: another process reads it.
+            SaveError: there is no room in memory.
+        """
+        if self._descriptor < 0:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.unseal()
+        size = os.fstat(self._descriptor).st_size
+        if size < nbytes or self.mapped is None:
+            self._map(max(size, nbytes))
+        assert self.mapped is not None
+        return memoryview(self.mapped)
+
+    def release(self) -> None:
+        """Drop the lock: from now on anybody may read."""
+        if self._descriptor >= 0:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def put_seal(self, seal: Seal) -> None:
+        """Make the contents valid."""
+        target = seal_path(str(self.path))
+        temp = f"{target}.{os.getpid()}.tmp"
+        with open(temp, "wb") as file:
+            file.write(encode_json(seal))
+        os.replace(temp, target)
+        # Records stay on disk; in memory only the facts that choosing a victim needs.
+        self.seal = msgspec.structs.replace(seal, pieces=[])
+
+    def unseal(self) -> None:
+        """Declare the contents invalid, before anything is overwritten."""
+        for path in (seal_path(str(self.path)), digests_path(str(self.path))):
+            Path(path).unlink(missing_ok=True)
+        self.seal = None
+
+    def close(self) -> None:
+        """Unmap and close; the file stays."""
+        if self.mapped is not None:
+            try:
+                self.mapped.close()
+            except BufferError:  # a tensor over the mapping lives; it goes with the process
+                log.debug("%s is still mapped", self.path)
+            self.mapped = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _map(self, nbytes: int) -> None:
+        try:
+            # Not ftruncate: beyond a full tmpfs that succeeds, and the first touch is SIGBUS.
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+        except OSError as error:
+            raise SaveError(
+                f"no room for a buffer of {nbytes} bytes in {self.path.parent}: {error.strerror}; "
+                "use fewer buffers (Policy(buffers=3)), a smaller k_snapshot, or a larger tmpfs",
+                path=str(self.path),
+            ) from error
+        old = self.mapped
+        self.mapped = mmap.mmap(self._descriptor, nbytes)
+        if old is not None:
+            try:
+                old.close()
+            except BufferError:
+                log.debug("%s is still mapped in its smaller form", self.path)
+        try:
+            self.mapped.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            log.debug("cannot pre-fault %s", self.path)
+
+
+class BufferPool:
+    """The buffers of one writer rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Look at what is there; nothing is created or written before the first save."""
+        self.folder = folder
+        self.rank = rank
+        self.buffers: list[Buffer] = []
+
+    def open(self, count: int) -> None:
+        """Have so many buffers; sealed ones of earlier attempts count, in excess or not."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = {self.folder / f"{self.rank:05d}-{i}.safetensors" for i in range(count)}
+        names |= set(self.folder.glob(f"{self.rank:05d}-*.safetensors"))
+        known = {b.path for b in self.buffers}
+        for path in sorted(names - known):
+            buffer = Buffer(path)
+            buffer.seal = _seal_facts(path)
+            self.buffers.append(buffer)
+
+    def close(self) -> None:
+        """Close every buffer; the files stay."""
+        for buffer in self.buffers:
+            buffer.close()
+
+
+def lock_holders(folder: Path) -> list[int]:
+    """Processes that hold a lock on one of a run's buffers (`F_GETLK`).
+
+    To be called before this process opens any: closing a descriptor drops a process's locks.
+    """
+    holders = []
+    for path in sorted(folder.glob("*.safetensors")):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(
+                _FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, query)
+            )
+            if kind != fcntl.F_UNLCK:
+                holders.append(int(pid))
+        finally:
+            os.close(descriptor)
+    return holders
+
+
+def read_seals(folder: Path) -> list[Seal]:
+    """Seals of all buffers of a run on this node, with digests where the helper made them.
+
+    A seal that cannot be read is none: it is removed before the buffer is overwritten.
+    """
+    seals = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            seal = decode_json(Path(seal_path(str(path))).read_bytes(), Seal, str(path))
+        except (OSError, DamagedError):
+            continue
+        try:
+            noted = decode_json(Path(digests_path(str(path))).read_bytes(), DigestFile, str(path))
+        except (OSError, DamagedError):
+            noted = None
+        if noted is not None and noted.version == seal.version:
+            seal = msgspec.structs.replace(
+                seal,
+                pieces=[
+                    PieceRecord(r.piece, r.file, r.offset, digest)
+                    for r, digest in zip(seal.pieces, noted.digests, strict=True)
+                ],
+            )
+        seals.append(seal)
+    return seals
+
+
+def remove_dead(folder: Path, timeline: Timeline) -> int:
+    """Unseal buffers whose version is off the live history; returns how many.
+
+    No later inventory may take them for the step of the same number that is reached again.
+    """
+    removed = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        seal = _seal_facts(path)
+        if seal is not None and not timeline.is_live(seal.version):
+            buffer = Buffer(path)
+            buffer.unseal()
+            removed += 1
+    return removed
+
+
+def _seal_facts(buffer: Path) -> Seal | None:
+    path = seal_path(str(buffer))
+    try:
+        return msgspec.structs.replace(
+            msgspec.json.decode(Path(path).read_bytes(), type=Seal), pieces=[]
+        )
+    except (FileNotFoundError, msgspec.MsgspecError, DamagedError):
+        return None

@@ -1,0 +1,63 @@
+"""Optimizer groups: hyper-parameters, matched by the names of the parameters they govern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moc.errors import MismatchError
+from moc.state.live import LiveState
+
+__all__ = ["capture_groups", "restore_groups"]
+
+
+def capture_groups(live: LiveState) -> list[dict[str, Any]]:
+    """Options of every group of every optimizer, with its parameters' local names."""
+    captured = []
+    for optimizer in live.optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            groups.append({"params": live.names_of(group["params"]), "options": options})
+        captured.append({"type": type(optimizer).__name__, "groups": groups})
+    return captured
+
+
+def restore_groups(live: LiveState, captured: Any) -> None:
+    """Set the options of groups that govern the same parameters, whatever their order.
+
+    Raises:
+        MismatchError: optimizers or groups differ from those that were saved.
+    """
+    if len(captured) != len(live.optimizers):
+        raise MismatchError(
+            f"the checkpoint has {len(captured)} optimizers, the manager {len(live.optimizers)}"
+        )
+    plan: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for saved, optimizer, inner in zip(captured, live.optimizers, live.inner, strict=True):
+        if saved["type"] != type(optimizer).__name__:
+            raise MismatchError(
+                f"the checkpoint was made with {saved['type']}, not {type(optimizer).__name__}; "
+                "give the same optimizers in the same order"
+            )
+        by_params = {frozenset(g["params"]): g["options"] for g in saved["groups"]}
+        for index, group in enumerate(optimizer.param_groups):
+            options = by_params.get(frozenset(live.names_of(group["params"])))
+            if options is None:
+                raise MismatchError(
+                    f"group {index} of {type(optimizer).__name__} "
+                    f"({len(group['params'])} parameters) has no counterpart in the checkpoint"
+                )
+            plan.append((group, options))
+            if inner is not optimizer and index < len(inner.param_groups):
+                plan.append((inner.param_groups[index], options))
+    for group, options in plan:
+        for key, value in options.items():
+            now = group.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor | float | int):
+                with torch.no_grad():  # keep the object: compiled steps and schedulers hold it
+                    now.copy_(torch.as_tensor(value))
+            else:
+                group[key] = value

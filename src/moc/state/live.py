@@ -1,0 +1,443 @@
+"""Live objects as regions of logical tensors, and regions as pieces.
+
+What a rank holds is described, never copied, here: parameters and buffers of the unwrapped model,
+optimizer state by parameter name, everything cut by routed expert where it can be. An expert's
+name and rows carry its *global* id, so that the same description serves any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moc.core.box import Box
+from moc.core.digest import digest_plan
+from moc.core.dtypes import ITEM_BYTES
+from moc.core.piece import DENSE, MAX_PIECE_BYTES, STEP_OF_EXPERT, WEIGHT, Piece
+from moc.errors import ConfigError, StateError
+from moc.state.experts import ExpertMap, ExpertParam
+from moc.state.tensors import dtype_name, torch_dtype
+
+__all__ = [
+    "BUFFER",
+    "Always",
+    "LiveState",
+    "OwnedParam",
+    "Region",
+    "inner_optimizer",
+    "pieces_of",
+    "unwrap",
+]
+
+BUFFER = "buffer"
+"""Part name of module buffers."""
+
+EAGER_BELOW_BYTES = 64 << 10
+"""Smaller optimizer state is copied at once: overlapping it gains nothing."""
+
+_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_SCALARS = {int: ("@int", torch.int64), float: ("@float", torch.float64)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A live tensor as a region of a logical one.
+
+    Attributes:
+        fqn: name with global expert ids.
+        part: see `Piece`.
+        box: the region that ``tensor()`` spans.
+        dtype: safetensors name.
+        tensor: the live tensor of the box's shape, looked up anew at every call.
+        overlapped: whether nothing but an optimizer step writes it.
+        layer: MoE layer, -1 for dense.
+        expert: the one expert it belongs to; None with ``layer`` >= 0: rows are experts.
+    """
+
+    fqn: str
+    part: str
+    box: Box
+    dtype: str
+    tensor: Callable[[], Tensor]
+    overlapped: bool
+    layer: int = DENSE
+    expert: int | None = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """The region cut by expert, and into pieces of at most 64 MiB."""
+        max_numel = MAX_PIECE_BYTES // ITEM_BYTES[self.dtype]
+        for expert, box in self._by_expert():
+            for tile in box.tiles(max_numel):
+                yield Piece(self.fqn, self.part, tile, self.dtype, self.layer, expert)
+
+    def view(self, box: Box) -> Tensor:
+        """The live values of a box inside the region."""
+        tensor = self.tensor().detach()
+        return tensor[box.within(self.box)] if box.sizes else tensor
+
+    def _by_expert(self) -> Iterator[tuple[int, Box]]:
+        if self.layer < 0:
+            yield DENSE, self.box
+        elif self.expert is not None:
+            yield self.expert, self.box
+        else:
+            first, count = self.box.offsets[0], self.box.sizes[0]
+            for expert in range(first, first + count):
+                yield (
+                    expert,
+                    Box((expert, *self.box.offsets[1:]), (1, *self.box.sizes[1:])),
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedParam:
+    """A parameter whose optimizer state lives on this rank."""
+
+    fqn: str
+    param: nn.Parameter
+    optimizer: torch.optim.Optimizer
+    group: Mapping[str, Any]
+    entry: ExpertParam | None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds the state: ZeroRedundancyOptimizer's own ``state`` is empty.
+
+    Raises:
+        ConfigError: it updates parameters during backward, where no fence can stand.
+    """
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise ConfigError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates parameters during backward; "
+            "a snapshot would be torn. Use overlap_with_ddp=False."
+        )
+    return inner
+
+
+class LiveState:
+    """Everything of one rank that a checkpoint holds, apart from extras."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        experts: ExpertMap | None = None,
+    ) -> None:
+        """Look at the objects; copy nothing.
+
+        Raises:
+            ConfigError: an optimizer holds a parameter that the model has not.
+        """
+        self.model = unwrap(model)
+        self.optimizers = list(optimizers)
+        self.inner = [inner_optimizer(o) for o in optimizers]
+        self.experts = experts or ExpertMap()
+        self.params = {_canonical(n): p for n, p in self.model.named_parameters()}
+        self._names = {id(p): n for n, p in self.params.items()}
+        self._optimized: set[int] = set()
+        for optimizer in self.optimizers:
+            for index, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+                if id(param) not in self._names:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} holds a parameter (number {index}, shape "
+                        f"{tuple(param.shape)}) that the model has not; was a module replaced "
+                        "after the optimizer was built?"
+                    )
+                self._optimized.add(id(param))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Local shapes of the parameters by canonical name."""
+        return {name: tuple(p.shape) for name, p in self.params.items()}
+
+    @property
+    def left_out(self) -> list[str]:
+        """Buffers that are not saved: non-persistent and outside MoE layers."""
+        return [name for name, _, saved in self._buffers() if not saved]
+
+    def fingerprint(self) -> int:
+        """Number that two models share only if dense names and global shapes agree."""
+        names = [
+            (name, shape) for name, shape in sorted(self.shapes.items()) if not self._entry(name)
+        ]
+        return digest_plan([*names, self.experts.layers, self.experts.experts])
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when state appears or vanishes (the first step, an expert's first token)."""
+        return tuple(len(entry) for optimizer in self.inner for entry in optimizer.state.values())
+
+    def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """Canonical local names of parameters."""
+        return [self._names[id(p)] for p in params]
+
+    def global_name(self, fqn: str) -> str:
+        """Name with global expert ids."""
+        return self.experts.global_fqn(fqn)
+
+    def logical_shape(self, region: Region) -> tuple[int, ...]:
+        """Shape of the logical tensor behind a region of the model."""
+        if region.layer >= 0 and region.expert is None:
+            return (self.experts.experts[region.layer], *region.box.sizes[1:])
+        return region.box.sizes
+
+    def regions(self) -> Iterator[Region]:
+        """Everything that is there now."""
+        yield from self.model_regions()
+        for owned in self.owned():
+            yield from self._state_regions(owned)
+
+    def model_regions(self) -> Iterator[Region]:
+        """Parameters and buffers."""
+        for name, param in self.params.items():
+            overlapped = id(param) in self._optimized
+            yield self._region(name, WEIGHT, self._entry(name), Always(param), overlapped)
+        for name, buffer, saved in self._buffers():
+            if saved:
+                yield self._region(name, BUFFER, None, _BufferOf(self.model, name, buffer), False)
+
+    def owned(self) -> Iterator[OwnedParam]:
+        """Parameters whose optimizer state lives here (ZeRO gives each to one rank)."""
+        for optimizer in self.inner:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    name = self._names[id(param)]
+                    yield OwnedParam(
+                        fqn=name,
+                        param=param,
+                        optimizer=optimizer,
+                        group=group,
+                        entry=self._entry(name),
+                    )
+
+    def adopt(
+        self, owned: OwnedParam, parts: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> list[tuple[Region, Callable[[], None]]]:
+        """Make the optimizer state of a parameter what a checkpoint has, ready to be filled.
+
+        The state is created from what is in the file, not from what the target has: a fresh
+        optimizer has none. A parameter that had none (an expert without tokens) has none again.
+
+        Args:
+            owned: the parameter.
+            parts: dtype and global shape of each part.
+
+        Returns:
+            The regions to fill, each with what to call when it is filled.
+        """
+        state = owned.optimizer.state
+        if not parts:
+            state.pop(owned.param, None)
+            return []
+        entry = state[owned.param]
+        for key in set(entry) - {part.partition("@")[0] for part in parts}:
+            del entry[key]
+        targets = []
+        for part, (dtype, shape) in parts.items():
+            key, _, kind = part.partition("@")
+            rows, tensor = self._state_target(owned, entry.get(key), dtype, shape, key)
+            if not kind:
+                entry[key] = tensor
+            region = self._region(owned.fqn, part, rows, Always(tensor), False)
+            finish = _Put(entry, key, tensor, kind) if kind else _nothing
+            targets.append((region, finish))
+        return targets
+
+    def _state_target(
+        self, owned: OwnedParam, now: Any, dtype: str, shape: tuple[int, ...], key: str
+    ) -> tuple[ExpertParam | None, Tensor]:
+        entry, kind = owned.entry, torch_dtype(dtype)
+        local = shape
+        if entry is not None and entry.stacked:
+            by_row = bool(shape) and shape[0] == self.experts.experts[entry.layer]
+            local = (entry.count, *shape[1:]) if by_row else shape
+            entry = entry if by_row else None
+        if isinstance(now, Tensor) and tuple(now.shape) == local and now.dtype == kind:
+            return entry, now
+        if local == tuple(owned.param.shape):
+            return entry, torch.empty_like(owned.param, dtype=kind, requires_grad=False)
+        on_device = owned.group.get("capturable") or owned.group.get("fused")
+        device = owned.param.device if on_device or key != "step" else "cpu"
+        return entry, torch.empty(local, dtype=kind, device=device)
+
+    def rescale(self, owned: OwnedParam, step_of_expert: Mapping[int, float]) -> None:
+        """Fit moments of older versions to the step that a stacked tensor's rows share.
+
+        Adam divides its moments by 1 - beta**step. Rows whose moments were made at their own step
+        s, but are divided as if at S, would take steps 2 to 3 times too large; multiplying by
+        (1 - beta**S) / (1 - beta**s) undoes that.
+
+        Args:
+            owned: a stacked parameter.
+            step_of_expert: own step by global expert id, of the experts that are stale.
+        """
+        state, entry = owned.optimizer.state.get(owned.param, {}), owned.entry
+        betas = owned.group.get("betas")
+        if entry is None or betas is None or "step" not in state:
+            return
+        shared = float(state["step"])
+        for key, beta in zip(_MOMENTS, (betas[0], betas[1], betas[1]), strict=True):
+            if key not in state or state[key].shape != owned.param.shape:
+                continue
+            for expert, own in step_of_expert.items():
+                if 0 < own < shared:
+                    factor = (1 - float(beta) ** shared) / (1 - float(beta) ** own)
+                    with torch.no_grad():
+                        state[key][expert - entry.first].mul_(factor)
+
+    def _state_regions(self, owned: OwnedParam) -> Iterator[Region]:
+        state = owned.optimizer.state.get(owned.param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield from self._state_tensor(owned, key, value)
+            elif type(value) in _SCALARS:
+                suffix, dtype = _SCALARS[type(value)]
+                getter = _ScalarOf(state, key, dtype)
+                yield self._region(owned.fqn, key + suffix, _whole(owned.entry), getter, False)
+            elif value is not None:
+                raise StateError(
+                    f"optimizer state {key!r} of {owned.fqn} is a {type(value).__name__}; "
+                    "tensors, ints and floats can be saved"
+                )
+
+    def _state_tensor(self, owned: OwnedParam, key: str, value: Tensor) -> Iterator[Region]:
+        if "|" in key or "@" in key:
+            raise StateError(f"optimizer state {key!r} of {owned.fqn}: '|' and '@' are reserved")
+        entry, state = owned.entry, owned.optimizer.state[owned.param]
+        large = value.numel() * value.element_size() >= EAGER_BELOW_BYTES
+        same_shape = value.shape == owned.param.shape
+        stacked = entry is not None and entry.stacked
+        by_row = stacked and value.dim() > 0 and value.shape[0] == entry.count  # type: ignore[union-attr]
+        cut = entry if not stacked or same_shape or by_row else None
+        yield self._region(owned.fqn, key, cut, lambda: state[key], large)
+        if stacked and key == "step" and value.dim() == 0:
+            # All rows share one step; each expert's version must remember its own.
+            count = entry.count  # type: ignore[union-attr]
+            yield self._region(
+                owned.fqn,
+                STEP_OF_EXPERT,
+                entry,
+                lambda: state[key].reshape(1).expand(count),
+                False,
+            )
+
+    def _region(
+        self,
+        name: str,
+        part: str,
+        entry: ExpertParam | None,
+        tensor: Callable[[], Tensor],
+        overlapped: bool,
+    ) -> Region:
+        now = tensor()
+        first = entry.first if entry is not None and entry.stacked else 0
+        offsets = (first, *(0,) * (now.dim() - 1)) if now.dim() else ()
+        return Region(
+            fqn=self.global_name(name),
+            part=part,
+            box=Box(offsets, tuple(now.shape)),
+            dtype=dtype_name(now.dtype, f"{part} of {name}"),
+            tensor=tensor,
+            overlapped=overlapped,
+            layer=entry.layer if entry is not None else DENSE,
+            expert=entry.expert if entry is not None else None,
+        )
+
+    def _entry(self, name: str) -> ExpertParam | None:
+        return self.experts.entries.get(name)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for prefix, module in self.model.named_modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                name = _canonical(f"{prefix}.{key}" if prefix else key)
+                persistent = key not in module._non_persistent_buffers_set
+                yield name, buffer, persistent or self._in_moe_layer(name)
+
+    def _in_moe_layer(self, name: str) -> bool:
+        return any(name.startswith(f"{layer}.") for layer in self.experts.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """A tensor that stays the same object."""
+
+    tensor: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferOf:
+    """A module's buffer, which user code may rebind at any time."""
+
+    model: nn.Module
+    name: str
+    fallback: Tensor
+
+    def __call__(self) -> Tensor:
+        try:
+            return self.model.get_buffer(self.name)
+        except AttributeError:  # a wrapper's segment was cut out of the name
+            return self.fallback
+
+
+@dataclass(frozen=True, slots=True)
+class _ScalarOf:
+    """A Python number in optimizer state, as a 0-d tensor."""
+
+    state: Mapping[str, Any]
+    key: str
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        return torch.tensor(self.state[self.key], dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """Turn a filled 0-d tensor back into the Python number it was."""
+
+    entry: dict[str, Any]
+    key: str
+    tensor: Tensor
+    kind: str
+
+    def __call__(self) -> None:
+        self.entry[self.key] = {"int": int, "float": float}[self.kind](self.tensor.item())
+
+
+def _nothing() -> None:
+    """Nothing is left to do for a tensor that was filled in place."""
+
+
+def _whole(entry: ExpertParam | None) -> ExpertParam | None:
+    """A scalar belongs to an expert only where the expert has a module of its own."""
+    return None if entry is None or entry.stacked else entry
+
+
+def _canonical(name: str) -> str:
+    return ".".join(s for s in name.split(".") if s not in _WRAPPER_SEGMENTS)
+
+
+def pieces_of(regions: Iterable[Region]) -> list[Piece]:
+    """All pieces of the regions."""
+    return [piece for region in regions for piece in region.pieces()]

@@ -1,0 +1,87 @@
+"""Torch tensors as bytes and back, without a copy and without NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from moc.errors import StateError
+
+__all__ = ["dtype_name", "over", "tensor_bytes", "torch_dtype"]
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """Safetensors name of a dtype.
+
+    Raises:
+        StateError: safetensors has none for it.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise StateError(
+            f"{what} has dtype {dtype}, which the file format cannot hold; supported are "
+            f"{', '.join(sorted(str(d).removeprefix('torch.') for d in _NAMES))}"
+        ) from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a safetensors name."""
+    return _DTYPES[name]
+
+
+def over(
+    buffer: memoryview | mmap.mmap | bytearray, offset: int, dtype: str, shape: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over bytes of a buffer; shares its memory and keeps it alive.
+
+    Args:
+        buffer: writable, or readable if the tensor is only read.
+        offset: first byte; a multiple of the item size.
+        dtype: safetensors name.
+        shape: of the tensor.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    kind = torch_dtype(dtype)
+    if numel == 0:  # frombuffer refuses to make an empty tensor
+        return torch.empty(tuple(shape), dtype=kind)
+    return torch.frombuffer(buffer, dtype=kind, count=numel, offset=offset).view(tuple(shape))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order; a view where it is a contiguous CPU tensor.
+
+    The view is valid while the caller keeps ``tensor`` alive and, for others, only at once.
+    """
+    flat = tensor.detach().to("cpu").contiguous()
+    nbytes = flat.numel() * flat.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    array = (ctypes.c_char * nbytes).from_address(flat.data_ptr())
+    array.owner = flat  # type: ignore[attr-defined]  # keeps the storage alive with the view
+    return memoryview(array).cast("B")
