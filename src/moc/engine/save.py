@@ -324,11 +324,11 @@ class Saver:
     def _learn(self, ticket: Ticket) -> None:
         self._sealed_everywhere = ticket.sealed
         self._apply_fate(ticket.committed, ticket.abandoned, ticket.failed)
-        if ticket.failed == self._last_marked > max(ticket.committed, ticket.abandoned):
+        hopeless = ticket.failed == self._last_marked > max(ticket.committed, ticket.abandoned)
+        if hopeless and self._session.rank == 0:
             # Some rank cannot deliver; the coordinator need not wait for its receipt.
-            if self._session.rank == 0:
-                version = Version(ticket.failed, self._session.attempt)
-                self._tell(say.Abandon(version, "a rank's persist failed"))
+            version = Version(ticket.failed, self._session.attempt)
+            self._tell(say.Abandon(version, "a rank's persist failed"))
 
     def _apply_fate(self, committed: int, abandoned: int, failed: int) -> None:
         """Fold what is known of marked saves into what is chosen next, alike on all ranks."""

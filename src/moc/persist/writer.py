@@ -49,9 +49,11 @@ def shared_buffer(path: str) -> Iterator[memoryview]:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         # A private mapping is writable to whoever makes tensors over it, and changes nothing.
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as mapped:
-            with memoryview(mapped) as view:
-                yield view
+        with (
+            mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as mapped,
+            memoryview(mapped) as view,
+        ):
+            yield view
     finally:
         os.close(descriptor)
 

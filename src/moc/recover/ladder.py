@@ -160,7 +160,7 @@ def _plan(
 ) -> RecoveryPlan:
     here = [(node, seal) for node, seal in seals if seal.version == version]
     manifest = manifests.get(version)
-    head, world = _head(version, here, manifest)
+    head, world = _head(here, manifest)
     dense = _dense(version, here, manifest, world, struck)
     older = {v: m for v, m in manifests.items() if v <= version}
     holdings = _holdings(version, seals, older, struck)
@@ -202,9 +202,7 @@ def _plan(
     )
 
 
-def _head(
-    version: Version, here: Sequence[tuple[int, Seal]], manifest: Manifest | None
-) -> tuple[CommitHead, int]:
+def _head(here: Sequence[tuple[int, Seal]], manifest: Manifest | None) -> tuple[CommitHead, int]:
     if manifest is not None:
         return manifest.head, manifest.world_size
     seal = min((seal for _, seal in here), key=lambda s: s.rank)

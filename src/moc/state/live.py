@@ -382,6 +382,7 @@ class Always:
     tensor: Tensor
 
     def __call__(self) -> Tensor:
+        """The tensor."""
         return self.tensor
 
 
