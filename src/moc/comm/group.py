@@ -17,7 +17,7 @@ import msgspec
 import moc.errors
 from moc.errors import MocError
 
-__all__ = ["Group", "Pending", "SingleGroup", "agree", "gather_values"]
+__all__ = ["Group", "Pending", "SingleGroup", "agree", "gather_values", "name_ranks"]
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def agree(group: Group, fn: Callable[[], T]) -> T:
         if outcome.error:
             failed.setdefault(outcome, []).append(rank)
     if failed:
-        lines = [f"{_name_ranks(ranks)}: {o.error}: {o.text}" for o, ranks in failed.items()]
+        lines = [f"{name_ranks(ranks)}: {o.error}: {o.text}" for o, ranks in failed.items()]
         raise _error_type(next(iter(failed)).error)("; ".join(lines)) from cause
     return result  # type: ignore[return-value]  # fn's own, as no rank failed
 
@@ -167,7 +167,8 @@ def _error_type(name: str) -> type[MocError]:
     return found if isinstance(found, type) and issubclass(found, MocError) else MocError
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a message: ``rank 3``, or ``ranks 3, 4`` and, of many, how many more."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from moc.comm.group import Pending
+from moc.comm.group import Pending, name_ranks
 from moc.errors import DeadlineError, RanksDisagree
 
 __all__ = ["LocalGroup"]
@@ -108,10 +108,9 @@ class _Meeting:
             if missing:
                 gone = sorted(missing & room.gone)
                 if gone:
-                    raise LocalGroup.Gone(f"{self._what}: rank {gone} left")
-                raise DeadlineError(
-                    f"{self._what}: waited {limit:g} s; missing: rank {sorted(missing)}"
-                )
+                    raise LocalGroup.Gone(f"{self._what}: {name_ranks(gone)} left")
+                names = name_ranks(sorted(missing))
+                raise DeadlineError(f"{self._what}: waited {limit:g} s; missing: {names}")
             kinds = {kind for kind, _ in self._values.values()}
             if len(kinds) > 1:
                 raise RanksDisagree(f"{self._what}: other ranks call {sorted(kinds)}")

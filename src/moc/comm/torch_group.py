@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moc import knobs
-from moc.comm.group import Group, Pending, SingleGroup
+from moc.comm.group import Group, Pending, SingleGroup, name_ranks
 from moc.errors import ConfigError, DeadlineError
 
 __all__ = ["TorchGroup", "default_group", "init_process_group"]
@@ -68,7 +68,7 @@ def default_group(timeout_secs: float) -> Group:
 class TorchGroup:
     """Ranks of an initialised torch.distributed job, over a gloo group of their own. Collective.
 
-    Before each call a rank leaves its count of calls in the job's store (some 20 us, and nobody
+    Before each call a rank leaves its count of calls in the job's store (some 50 us, and nobody
     waits for it): so the message of a wait that runs out can name who is missing.
 
     Args:
@@ -172,12 +172,12 @@ class TorchGroup:
     @contextmanager
     def _call(self, what: str) -> Iterator[None]:
         self._calls += 1
-        with self._errors(f"{what}, call {self._calls} of this group", self._calls):
+        with self._naming(f"{what}, call {self._calls} of this group", self._calls):
             self._store.set(str(self.rank), str(self._calls))
             yield
 
     @contextmanager
-    def _errors(self, what: str, call: int, secs: float | None = None) -> Iterator[None]:
+    def _naming(self, what: str, call: int, secs: float | None = None) -> Iterator[None]:
         try:
             with _errors(what):
                 yield
@@ -185,6 +185,8 @@ class TorchGroup:
             limit = self._timeout_secs if secs is None else secs
             waited = f"{what}: waited {limit:g} s on rank {self._ranks[self.rank]}"
             raise DeadlineError(f"{waited}; {self._missing(call)}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; {self._missing(call)}") from error.__cause__
 
     def _missing(self, call: int) -> str:
         """Which ranks did not come to a call, for people."""
@@ -197,8 +199,8 @@ class TorchGroup:
         except RuntimeError as error:
             return f"who is missing is unknown, as the job's store is gone ({error})"
         if not missing:
-            return f"all ranks came to it, {self._ranks}, but it did not end"
-        return f"missing: rank {', '.join(map(str, missing))} of {self._ranks}"
+            return f"all {self.world_size} ranks came to it, but it did not end"
+        return f"missing: {name_ranks(missing)} of {self.world_size}"
 
 
 class _Reduction:
@@ -215,7 +217,7 @@ class _Reduction:
 
     def wait(self, timeout_secs: float) -> list[int]:
         what = f"reduction, call {self._call} of this group"
-        with self._group._errors(what, self._call, timeout_secs):
+        with self._group._naming(what, self._call, timeout_secs):
             self._work.wait(timedelta(seconds=timeout_secs))
         return [int(word) for word in self._words.tolist()]
 
