@@ -87,7 +87,7 @@ def run_demo(args: argparse.Namespace) -> int:
         0; 1 when the training failed; 2 when the arguments make no sense; 130 after Ctrl-C.
     """
     console = Console(stderr=args.json)
-    signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         result = _demo(args, Screen(console))
     except ValueError as error:
@@ -96,6 +96,8 @@ def run_demo(args: argparse.Namespace) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted; all processes ended, memory freed", 130)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if args.json:
         print(json.dumps(result))
     return 0
