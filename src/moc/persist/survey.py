@@ -1,0 +1,224 @@
+"""What a run directory holds, for people: committed steps, and why other folders are none.
+
+It reads one small part of every live manifest and lists folders; data files are not opened
+(`moc.persist.verify` does that), and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from moc.core.manifest import (
+    FORMAT,
+    CommitHead,
+    FileInfo,
+    RunInfo,
+    decode_json,
+    manifest_key,
+    parse_step_dir,
+    receipt_key,
+    step_dir,
+)
+from moc.core.versions import Timeline, Version
+from moc.errors import ConfigError, DamagedError, KeyMissing, StoreError
+from moc.persist.commit import load_timeline
+from moc.store import LocalStore, Store
+
+__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "read_run", "survey"]
+
+RUN_KEY = "run.json"
+
+_HINT_FOLDERS = 32  # looked into, at most, for a run that the user may have meant
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A manifest without its pieces; see `moc.core.manifest.Manifest`.
+
+    Attributes:
+        version: of the step.
+        world_size: ranks that wrote it.
+        head: layers, tokens, K's.
+        files: every file that it needs, also those of older steps.
+        versions: the version of every expert, [layer][expert].
+        format: version of the layout on disk.
+        created: ISO-8601 UTC.
+    """
+
+    version: Version
+    world_size: int
+    head: CommitHead
+    files: list[FileInfo]
+    versions: list[list[Version]]
+    format: int = FORMAT
+    created: str = ""
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the files that this step wrote itself."""
+        folder = step_dir(self.version) + "/"
+        return sum(f.nbytes for f in self.files if f.key.startswith(folder))
+
+    @property
+    def experts_saved(self) -> int:
+        """Experts that this step wrote itself, over all MoE layers."""
+        return sum(map(len, self.head.saved))
+
+    @property
+    def oldest_expert_age(self) -> int:
+        """Steps between the oldest expert and the step."""
+        return max((self.version.step - v.step for row in self.versions for v in row), default=0)
+
+
+class Aside(msgspec.Struct, frozen=True):
+    """A folder that is no step to restore, and why."""
+
+    folder: str
+    why: str
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """What is there.
+
+    Attributes:
+        run: identity of the run.
+        timeline: its attempts.
+        steps: committed live steps whose files are all there, oldest first.
+        other: every other folder that is, or looks like, a step.
+    """
+
+    run: RunInfo
+    timeline: Timeline
+    steps: list[StepSummary]
+    other: list[Aside]
+
+
+class _Writer(msgspec.Struct):
+    """The part of a receipt that says how many there must be."""
+
+    world_size: int
+
+
+def read_run(store: Store) -> RunInfo:
+    """Identity of the run in a store.
+
+    Raises:
+        ConfigError: there is no run.
+        DamagedError: there is one, without a whole ``run.json``.
+    """
+    try:
+        return decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
+    except KeyMissing:
+        names = store.children()
+        if "attempts" in names or any(parse_step_dir(name) for name in names):
+            raise DamagedError(
+                f"{store.url}: {RUN_KEY} is missing beside steps or attempts; copy it back, or "
+                "the next start takes the directory for an empty one"
+            ) from None
+        raise ConfigError(f"no run at {store.url}: {_hint(store, names)}") from None
+
+
+def survey(store: Store) -> Survey:
+    """Look at a run.
+
+    Raises:
+        ConfigError: there is no run.
+        DamagedError: ``run.json`` or an attempt's record is damaged, so that nothing can be said.
+        StoreError: the store cannot be read.
+    """
+    run = read_run(store)
+    timeline = load_timeline(store)
+    names = store.children()
+    versions = sorted(v for v in map(parse_step_dir, names) if v is not None)
+    inside = {step_dir(v): set(store.children(step_dir(v))) for v in versions}
+    steps: list[StepSummary] = []
+    other: list[Aside] = []
+    pending: list[Version] = []
+    for version in versions:
+        folder = step_dir(version)
+        if not timeline.is_live(version):
+            other.append(Aside(folder, _why_dead(timeline, version)))
+        elif "manifest.json" not in inside[folder]:
+            pending.append(version)
+        else:
+            try:
+                steps.append(_summary(store, version, inside))
+            except (DamagedError, StoreError) as error:
+                other.append(Aside(folder, f"damaged: {error}"))
+    needed = {f.key.partition("/")[0] for step in steps for f in step.files}
+    for version in pending:
+        folder = step_dir(version)
+        retired = folder in needed
+        why = (
+            "retired, and kept for experts that later steps need"
+            if retired
+            else _why_uncommitted(store, version, inside[folder])
+        )
+        other.append(Aside(folder, why))
+    looks_alike = [n for n in names if parse_step_dir(n) is None and _looks_like_step(n)]
+    other += [Aside(name, "not a name that MoC gives; left alone") for name in looks_alike]
+    return Survey(
+        run=run, timeline=timeline, steps=steps, other=sorted(other, key=lambda a: a.folder)
+    )
+
+
+def _summary(store: Store, version: Version, inside: Mapping[str, set[str]]) -> StepSummary:
+    key = manifest_key(version)
+    step = decode_json(store.get(key), StepSummary, key)
+    if step.version != version:
+        raise DamagedError(f"{key} is the manifest of step {step.version}")
+    for file in step.files:
+        folder, _, name = file.key.partition("/")
+        if name not in inside.get(folder, ()):
+            raise DamagedError(f"it needs {file.key}, which is missing")
+    return step
+
+
+def _why_dead(timeline: Timeline, version: Version) -> str:
+    for attempt in timeline.attempts:
+        if attempt.attempt > version.attempt and version.step > attempt.resumed_step:
+            return (
+                f"not live: attempt {attempt.attempt} went back to step {attempt.resumed_step} "
+                "and on from there"
+            )
+    return f"not live: attempt {version.attempt} has no record"
+
+
+def _why_uncommitted(store: Store, version: Version, names: set[str]) -> str:
+    receipts = sorted(name for name in names if name.endswith(".receipt"))
+    if not receipts:
+        return "not committed: no receipts; being written, or ended by a fault"
+    key = f"{step_dir(version)}/{receipts[0]}"
+    try:
+        world_size = decode_json(store.get(key), _Writer, key).world_size
+    except (DamagedError, StoreError) as error:
+        return f"not committed: {error}"
+    missing = _missing_ranks(version, names, world_size)
+    if missing:
+        return f"not committed: of {world_size} receipts, those of ranks {missing} are missing"
+    return f"not committed: all {world_size} receipts are there, so the next start can finish it"
+
+
+def _missing_ranks(version: Version, names: set[str], world_size: int) -> Sequence[int]:
+    return [r for r in range(world_size) if receipt_key(version, r).partition("/")[2] not in names]
+
+
+def _looks_like_step(name: str) -> bool:
+    return name.lstrip(".").lower().startswith("step")
+
+
+def _hint(store: Store, names: Sequence[str]) -> str:
+    """Where the run may be instead: it is easily looked for one or two folders too high."""
+    found = []
+    if isinstance(store, LocalStore):
+        for name in names[:_HINT_FOLDERS]:
+            with suppress(StoreError):
+                inner = [name, *(f"{name}/{n}" for n in store.children(name)[:_HINT_FOLDERS])]
+                found += [f"{store.url}/{key}" for key in inner if store.exists(f"{key}/{RUN_KEY}")]
+    if found:
+        return f"did you mean {' or '.join(found[:3])}?"
+    if not names:
+        return "it does not exist or is empty; give the directory of the CheckpointManager"
+    return f"it holds no {RUN_KEY}; give the directory of the CheckpointManager"
