@@ -300,6 +300,18 @@ def test_a_node_is_lost_when_memory_is_ahead_of_storage() -> None:
     assert seen == [17, 18, 19, 27, 28, 29]
 
 
+def test_a_commit_is_told_after_its_snapshot() -> None:
+    log = RunLog(world_size=2)
+    assert feed_event(log, 0, "snapshot_done", 5) == []
+    assert feed_event(log, 0, "committed", 5) == []
+    assert log.commit == 5
+    snapshot, commit = feed_event(log, 1, "snapshot_done", 5)
+    assert "snapshot done" in snapshot
+    assert "committed" in commit
+    [rolled_forward] = feed_event(log, 0, "committed", 10)
+    assert "committed" in rolled_forward
+
+
 def test_result_has_what_programs_expect() -> None:
     undisturbed, faulted = make_log(), make_log(resumed=16)
     loss = NodeLoss(step=20, processes=4, nbytes=100)

@@ -41,6 +41,7 @@ class RunLog:
     reports: list[Record | None] = field(default_factory=list)
     final: Record | None = None
     _snapshots: dict[tuple[int, int], dict[int, Record]] = field(default_factory=dict)
+    _waiting: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     _stalls: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     _blocking: dict[int, list[float]] = field(default_factory=dict)
 
@@ -115,7 +116,8 @@ class RunLog:
                 self.snapshot = max(self.snapshot, step)
                 nbytes = sum(each["nbytes"] for each in ranks.values())
                 secs = max(each["secs"] for each in ranks.values())
-                return [f"step {step:>5}  snapshot done  {_megabytes(nbytes)} in {secs:.3f} s"]
+                line = f"step {step:>5}  snapshot done  {_megabytes(nbytes)} in {secs:.3f} s"
+                return [line, *self._waiting.pop((attempt, step), [])]
         elif kind == "stalled":
             self._stalls.setdefault((attempt, step), []).append(record["secs"])
         elif kind == "marked":
@@ -123,7 +125,12 @@ class RunLog:
         elif kind == "committed":
             self.commit = max(self.commit, step)
             self.committed_bytes.append(record["nbytes"])
-            return [f"step {step:>5}  committed      {_megabytes(record['nbytes'])}"]
+            line = f"step {step:>5}  committed      {_megabytes(record['nbytes'])}"
+            # A rank tells of its snapshot in its next step: the commit may be heard of before.
+            if 0 < len(self._snapshots.get((attempt, step), {})) < self.world_size:
+                self._waiting[attempt, step] = [line]
+                return []
+            return [line]
         elif kind in ("abandoned", "failed", "torn", "warning"):
             return [f"step {step:>5}  {kind} on rank {rank}: {record['text']}"]
         return []
