@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from moc.cli import draw
-from moc.core.manifest import step_dir
 from moc.persist.survey import Survey, survey
 from moc.store import open_store
 
@@ -60,6 +59,7 @@ def _facts(name: str, found: Survey) -> dict[str, Any]:
 
 def _draw(url: str, found: Survey) -> None:
     console = draw.console()
+    columns: tuple[str, ...]
     attempts = len(found.timeline.attempts)
     title = f"{url}  run {found.run.run_id}, {attempts} attempt{'s' * (attempts != 1)}"
     if found.steps:
@@ -77,14 +77,11 @@ def _draw(url: str, found: Survey) -> None:
             for step in found.steps
         ]
         console.print(draw.table(title, columns, rows))
-        console.print("bytes, experts: written by the step itself; oldest: its oldest expert's age")
-        console.print(f"in steps. Look inside: moc show {url}")
+        console.print("bytes, experts: written by the step itself; oldest: oldest expert, in steps")
     else:
         console.print(f"{title}\nno committed step yet")
     if found.other:
         console.print()
-        rows_aside = [(aside.folder, aside.why) for aside in found.other]
-        left = "folder,why"
-        console.print(draw.table("No steps to restore", left.split(","), rows_aside, left))
-    elif found.steps and step_dir(found.steps[-1].version):
-        return
+        asides = [(aside.folder, aside.why) for aside in found.other]
+        columns = ("folder", "why")
+        console.print(draw.table("No steps to restore", columns, asides, "folder,why"))

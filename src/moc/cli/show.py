@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -62,8 +61,9 @@ def _pick(store: Store, found: Survey, step: int | None) -> Manifest:
             print(f"moc show: step {version} passed over: {error}", file=sys.stderr)
     if step is None:
         told = "; ".join(reasons + [f"{a.folder}: {a.why}" for a in found.other])
-        text = f"{store.url} has no committed step to show"
-        raise NothingValid(f"{text}: {told}" if told else f"{text} yet")
+        if told:
+            raise NothingValid(f"{store.url} has no committed step to show: {told}")
+        raise StepNotFound(f"{store.url} has no committed step yet")
     asides = [a for a in found.other if a.folder.startswith(f"step-{step:08d}-")]
     told = "; ".join(f"{a.folder}: {a.why}" for a in asides) or "nothing of it was found"
     text = f"step {step} of {store.url} cannot be shown: {told}"
@@ -144,9 +144,16 @@ def _draw(url: str, manifest: Manifest, timeline: Timeline) -> None:
         _draw_ages(manifest)
         _draw_tokens(manifest)
     console.print()
-    columns = (
-        "attempt,started (UTC),resumed at,ranks,K_snapshot,K_persist,lost tokens,restored from,host"
-    ).split(",")
+    columns = [
+        "attempt",
+        "started (UTC)",
+        "resumed at",
+        "ranks",
+        "K",
+        "lost tokens",
+        "restored from",
+        "host",
+    ]
     console.print(
         draw.table(
             "Attempts",
@@ -171,15 +178,18 @@ def _draw_ages(manifest: Manifest) -> None:
     fit = max(1, (console.width - _LABEL_COLUMNS) // cell)
     # Lines of a power of two, so that experts stand below one another in every layer.
     per_line = widest if widest <= fit else 1 << (fit.bit_length() - 1)
-    label = min(_LABEL_COLUMNS, max(map(len, _labels(manifest, ages, per_line)), default=0) + 1)
+    labels = _labels(manifest, ages, per_line)
+    label = min(_LABEL_COLUMNS, max(map(len, ["MoE layer", *labels])) + 1)
     console.print()
     console.print("Age of each expert, in steps (0: written by this step)", style="bold")
-    console.print(" " * label + "".join(f"{e:>{cell}}" for e in range(per_line)), style="dim")
-    labels = iter(_labels(manifest, ages, per_line))
+    console.print(
+        f"{'MoE layer':<{label}}" + "".join(f"{e:>{cell}}" for e in range(per_line)), style="dim"
+    )
+    names = iter(labels)
     for row in ages:
         for start in range(0, len(row), per_line):
-            name = draw.printable(next(labels))
-            line = Text(f"{name[-label + 1 :]:<{label}}")
+            name = draw.printable(next(names))
+            line = Text(f"{name[1 - label :]:<{label}}")
             for age in row[start : start + per_line]:
                 line.append(f"{age:>{cell}}", style=draw.age_style(age, oldest))
             console.print(line, no_wrap=True)
@@ -188,12 +198,11 @@ def _draw_ages(manifest: Manifest) -> None:
 def _labels(manifest: Manifest, ages: list[list[int]], per_line: int) -> list[str]:
     """Name of a layer, with the first expert of the line where a layer takes several."""
 
-    def names() -> Iterator[str]:
-        for layer, row in zip(manifest.head.layers, ages, strict=True):
-            for start in range(0, len(row), per_line):
-                yield f"{layer} +{start}" if len(row) > per_line else layer
-
-    return list(names())
+    return [
+        f"{layer} +{start}" if len(row) > per_line else layer
+        for layer, row in zip(manifest.head.layers, ages, strict=True)
+        for start in range(0, len(row), per_line)
+    ]
 
 
 def _draw_tokens(manifest: Manifest) -> None:
@@ -214,8 +223,7 @@ def _attempt_row(record: AttemptRecord) -> tuple[str, ...]:
         draw.when(record.time),
         str(record.resumed_step) if record.resumed_step else "start",
         str(record.world_size),
-        str(record.k_snapshot),
-        str(record.k_persist),
+        f"{record.k_snapshot}/{record.k_persist}",
         f"{sum(map(sum, record.lost)):,}",
         sources or "-",
         f"{record.host}:{record.pid}",

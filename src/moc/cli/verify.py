@@ -126,8 +126,8 @@ def _draw(url: str, report: VerifyReport, secs: float) -> None:
     steps = ", ".join(str(v.step) for v in report.steps) or "none"
     console.print(
         f"{'DAMAGED' if report.damaged else 'ok'}: {report.pieces:,} pieces, "
-        f"{draw.size(report.nbytes)} in {report.files} files read in {secs:.1f} s "
-        f"({draw.size(report.nbytes / max(secs, 1e-9))}/s); committed steps: {steps}",
+        f"{draw.size(report.nbytes)} in {report.files} files read in {secs:.1f} s; "
+        f"committed steps: {steps}",
         style="bold red" if report.damaged else "bold green",
         soft_wrap=True,
     )
