@@ -256,10 +256,13 @@ def make_log(*, resumed: int | None = None) -> RunLog:
         for step in range(21, 25):
             log.feed(0, {"kind": "step", "step": step, "loss": 3.0, "tokens": 8, "secs": 1})
     for rank in range(2):
-        feed_event(log, rank, "stalled", 10, secs=0.01 * (rank + 1))
+        for _ in range(2):  # the save itself, and what the next optimizer step waits for
+            feed_event(log, rank, "stalled", 10, secs=0.01 * (rank + 1))
         log.feed(rank, {"kind": "blocking", "step": 12, "secs": 0.5, "nbytes": 9})
     log.feed(0, {"kind": "validation", "step": 10, "loss": 4.0})
-    log.feed(0, {"kind": "end", "val_loss": 2.5, "stats": {"bytes_full": 20, "bytes_partial": 9}})
+    for step, nbytes in ((5, 20), (10, 9), (20, 10)):
+        feed_event(log, 0, "committed", step, nbytes=nbytes)
+    log.feed(0, {"kind": "end", "val_loss": 2.5, "stats": {}})
     return log
 
 
@@ -318,8 +321,8 @@ def test_result_has_what_programs_expect() -> None:
     result = _result(undisturbed, faulted, [(loss, 9.5)])
     assert result["undisturbed"] == {"val_loss": 2.5}
     assert result["faulted"] == {"val_loss": 2.5, "resumed_at": [16], "fault_steps": [20]}
-    assert result["bytes"] == {"full": 20, "partial": 9}
-    assert result["stall_secs"] == {"blocking": 0.5, "moc": 0.02}
+    assert result["bytes"] == {"full": 20, "partial": 10}
+    assert result["stall_secs"] == {"blocking": 0.5, "moc": 0.04}
     assert (result["lost_tokens"], result["plt"]) == (12, 0.01)
     assert result["sources"]["memory"] == 5
     assert result["oldest_expert_age_steps"] == 4

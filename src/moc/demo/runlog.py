@@ -42,7 +42,7 @@ class RunLog:
     final: Record | None = None
     _snapshots: dict[tuple[int, int], dict[int, Record]] = field(default_factory=dict)
     _waiting: dict[tuple[int, int], list[str]] = field(default_factory=dict)
-    _stalls: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _stalls: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
     _blocking: dict[int, list[float]] = field(default_factory=dict)
 
     def feed(self, rank: int, record: Record) -> list[str]:
@@ -64,7 +64,9 @@ class RunLog:
 
     def stall_secs(self) -> float | None:
         """Median over saves of the longest that a rank waited; None if nothing was saved."""
-        return median(max(secs) for secs in self._stalls.values()) if self._stalls else None
+        return (
+            median(max(secs.values()) for secs in self._stalls.values()) if self._stalls else None
+        )
 
     def blocking_secs(self) -> float | None:
         """Median over blocking saves of the longest that a rank waited."""
@@ -75,10 +77,9 @@ class RunLog:
         return len(self._stalls)
 
     def checkpoint_bytes(self) -> tuple[int, int]:
-        """Bytes of a full and of the newest partial checkpoint, all ranks together."""
-        stats = (self.final or {}).get("stats") or {}
+        """Bytes of a full checkpoint (the first) and of a partial one, all ranks together."""
         sizes = self.committed_bytes or [0]
-        return stats.get("bytes_full") or sizes[0], stats.get("bytes_partial") or sizes[-1]
+        return sizes[0], round(median(sizes[1:] or sizes))
 
     def _on_start(self, rank: int, record: Record) -> None:
         self.pids[rank] = record["pid"]
@@ -119,7 +120,8 @@ class RunLog:
                 line = f"step {step:>5}  snapshot done  {_megabytes(nbytes)} in {secs:.3f} s"
                 return [line, *self._waiting.pop((attempt, step), [])]
         elif kind == "stalled":
-            self._stalls.setdefault((attempt, step), []).append(record["secs"])
+            ranks_waited = self._stalls.setdefault((attempt, step), {})
+            ranks_waited[rank] = ranks_waited.get(rank, 0.0) + record["secs"]
         elif kind == "marked":
             self.marked.add(step)
         elif kind == "committed":
