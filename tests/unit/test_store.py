@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from moc.store import LocalStore, Store, open_store
 from moc.store.memory import MemoryStore
 from moc.store.remote import FsspecStore
 from moc.store.wrap import FaultyStore, RecordingStore, RetryingStore
-from moc.testing.ranks import run_ranks
+from moc.testing.ranks import Died, run_ranks
 from moc.testing.store_suite import StoreSuite
 
 
@@ -432,6 +433,18 @@ def test_faults_count_every_verb_and_may_last():
     assert store.inner.exists("key")
     with pytest.raises(ValueError, match="counts from 1"):
         FaultScript(nth=0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scripted_kill_ends_the_process(tmp_path, when):
+    def work(_rank: int) -> None:
+        store = FaultyStore(LocalStore(tmp_path), FaultScript(nth=2, error="kill", when=when))
+        for key in ("1", "2", "3"):
+            store.put_new(key, [b"x"])
+
+    died = run_ranks(work, 1, init=False, allow_death=True)
+    assert died == [Died(rank=0, signal=signal.SIGKILL)]
+    assert LocalStore(tmp_path).list() == (["1"] if when == "before" else ["1", "2"])
 
 
 def test_a_record_has_verb_key_and_bytes():

@@ -17,14 +17,15 @@ class FaultScript(msgspec.Struct, frozen=True, kw_only=True):
         verb: ``get``, ``put_new``, ...; empty for any.
         when: ``before`` the operation has any effect, or ``after`` it took place in full, as
             when only the answer is lost.
-        error: ``store`` for a `moc.errors.StoreError`, ``os`` for an OSError.
+        error: ``store`` for a `moc.errors.StoreError`, ``os`` for an OSError, ``kill`` for the end
+            of the process by SIGKILL.
         times: how many operations in a row fail; 0 for all to come, as after a death.
     """
 
     nth: int
     verb: str = ""
     when: Literal["before", "after"] = "before"
-    error: Literal["store", "os"] = "store"
+    error: Literal["store", "os", "kill"] = "store"
     times: int = 1
 
     def __post_init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -93,6 +95,8 @@ class FaultyStore(_Wrapper):
             return operation()
         if script.when == "after":
             operation()
+        if script.error == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         text = f"scripted fault {script.when} operation {number}, {verb} {key!r}"
         if script.error == "os":
             raise OSError(errno.EIO, text)
