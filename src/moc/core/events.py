@@ -9,6 +9,7 @@ import msgspec
 __all__ = ["Event", "EventKind"]
 
 EventKind = Literal[
+    "memory",
     "snapshot_started",
     "snapshot_done",
     "stalled",
@@ -27,8 +28,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened on one rank.
 
     Attributes:
-        kind: see `EventKind`. ``snapshot_done``: the optimizer may step; ``committed``: the
-            machine may be lost. Only rank 0 sees ``committed`` and ``abandoned``.
+        kind: see `EventKind`. ``memory``: the memory tier was laid out. ``snapshot_done``: the
+            optimizer may step; ``committed``: the machine may be lost. Only rank 0 sees
+            ``memory``, ``committed`` and ``abandoned``.
         step: optimizer step.
         attempt: attempt number.
         rank: where it happened.

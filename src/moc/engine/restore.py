@@ -25,8 +25,8 @@ from moc.core.piece import EXTRA, STEP_OF_EXPERT
 from moc.core.tokens import planned_routed, plt, plt_unique
 from moc.core.versions import AttemptRecord, Timeline, Version
 from moc.engine.report import SOURCES, RestoreReport
-from moc.engine.save import EXTRAS, OPTIMIZER_GROUPS
 from moc.engine.session import Session, host_name
+from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS
 from moc.errors import (
     DamagedError,
     KeyExists,
@@ -506,15 +506,14 @@ def _start_attempt(
     lost: list[list[int]],
 ) -> None:
     """Put the attempt's record: from here on this attempt owns the run. Collective."""
-    policy = session.policy
     experts = session.experts_per_layer
     record = AttemptRecord(
         attempt=timeline.head + 1,
         parent=timeline.head,
         resumed_step=resumed_step,
         world_size=session.group.world_size,
-        k_snapshot=max((policy.experts_per_save(n)[0] for n in experts), default=0),
-        k_persist=max((policy.experts_per_save(n)[1] for n in experts), default=0),
+        k_snapshot=session.most_experts(0),
+        k_persist=session.most_experts(1),
         sources=sources,
         lost=lost,
         host=host_name(),

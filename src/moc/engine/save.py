@@ -1,15 +1,13 @@
-"""A save, from the ticket to the seal, and what becomes of it.
+"""A save, from the ticket to the seal.
 
 The phases, in order: read the ticket, agree on the structure where it changed, decide, copy what
 is eager, start the copies that overlap with training, seal, hand over to the helper. No rank
-decides alone; no collective runs off the main thread; whatever fails in the background surfaces at
-the next call.
+decides alone, and no collective runs off the main thread.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from torch import Tensor
@@ -19,91 +17,57 @@ from moc.choose.cadence import is_snapshot_due, next_snapshot
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.retention import BufferFacts, victim
 from moc.choose.ticket import Decision, Ticket, Words, decide
-from moc.comm.group import Pending, gather_values
-from moc.core.box import Box
-from moc.core.digest import digest_bytes
+from moc.comm.group import Pending, agree, gather_values
+from moc.core.faults import FaultScript
 from moc.core.manifest import CommitHead, Seal, step_dir
-from moc.core.piece import EXTRA, WEIGHT, Piece, PieceRecord
-from moc.core.safetensors import in_file_order, lay_out, make_header
+from moc.core.piece import PieceRecord
+from moc.core.safetensors import lay_out, make_header
 from moc.core.versions import Version
+from moc.engine.handover import Handover
 from moc.engine.session import Session, Totals
-from moc.errors import (
-    DeadlineError,
-    HelperError,
-    LayoutError,
-    MocError,
-    RanksDisagree,
-    SaveError,
+from moc.engine.structure import (
+    Slot,
+    Structure,
+    agree_on_structure,
+    capture_extras,
+    extras_piece,
 )
+from moc.errors import DeadlineError, MocError, RanksDisagree, SaveError
 from moc.persist import messages as say
-from moc.persist.client import Helper
-from moc.plan.save import RankPlan, plan_save
-from moc.snapshot.buffers import Buffer, BufferPool, run_memory, usable_bytes
+from moc.snapshot.buffers import Buffer, BufferPool, run_memory
 from moc.snapshot.copier import CopyJob, run_copies
 from moc.snapshot.gate import Gate
 from moc.snapshot.worker import Worker
-from moc.state.extras import encode
-from moc.state.groups import capture_groups
-from moc.state.live import BUFFER, Region
-from moc.state.tensors import over, tensor_bytes
+from moc.state.tensors import over
 
-__all__ = ["EXTRAS", "OPTIMIZER_GROUPS", "Saver"]
-
-log = logging.getLogger("moc")
-
-EXTRAS = "moc.extras"
-"""Name of the per-rank piece that holds scheduler, loader, RNG and the like."""
-
-OPTIMIZER_GROUPS = "moc.optimizer_groups"
-"""Name of the per-rank piece that holds the optimizers' groups."""
-
-_EXTRAS_SLACK_BYTES = 64 << 10
-_MIN_BUFFERS = 3
-_SPARE_BUFFERS = 3  # beyond the windows: one written, one persisted, one kept for recovery
-_MEMORY_SHARE = 0.5  # of what is free on tmpfs, unless the user says how much
+__all__ = ["Saver"]
 
 
 class Saver:
     """Saves of one rank in one attempt."""
 
-    def __init__(self, session: Session, memory_bytes: int | None, faults: object = None) -> None:
+    def __init__(
+        self, session: Session, memory_bytes: int | None, faults: FaultScript | None
+    ) -> None:
         """Hook into the optimizers; nothing is allocated or written before the first save."""
         self._session = session
         self._memory_bytes = memory_bytes
-        self._faults = faults
+        self._handover = Handover(session, faults)
         self._worker = Worker()
         self._pool: BufferPool | None = None
-        self._helper: Helper | None = None
         self._gate = Gate([*session.live.optimizers, *session.live.inner], self.fence)
         self._steps_seen = 0
         self._warned_idle = False
-
-        self._plan: RankPlan | None = None
-        self._regions: dict[tuple[str, str], list[Region]] = {}
-        self._stamp: tuple[int, ...] = ()
-        self._diverged: frozenset[tuple[str, str]] = frozenset()
-        self._header_area = 0
-        self._buffer_bytes = 0
-
+        self._structure: Structure | None = None
         self._state = ChooseState.fresh(session.experts_per_layer)
         self._posted: tuple[int, Pending] | None = None
         self._pending: dict[int, Choice] = {}
-        self._last_marked = -1
+        self._newest = -1
         self._sealed = -1
         self._sealed_everywhere = -1
-        self._failed = -1
-        self._resolved_here = -1
-        self._committed = -1
-        self._abandoned = -1
-        self._failures: list[SaveError] = []
-        self._parts_done: set[Version] = set()
-
-        self.stall_secs: dict[int, float] = {}
-        self.saved_bytes: dict[int, int] = {}
-        self.committed_bytes: dict[int, int] = {}
         self._last_persisted: tuple[tuple[int, ...], ...] = ()
-        self.counts = {"saves": 0, "marked": 0, "committed": 0, "abandoned": 0, "failed": 0}
-        self.counts |= {"torn": 0, "warnings": 0, "helper_restarts": 0}
+        self._stall_secs: dict[int, float] = {}
+        self._saved_bytes: dict[int, int] = {}
 
     # ------------------------------------------------------------------ called by the manager
 
@@ -111,34 +75,29 @@ class Saver:
         """Start from what was restored: the base's versions are what was last committed."""
         session = self._session
         if session.base is not None:
-            self._committed = session.base.step
-            state = ChooseState.fresh(session.experts_per_layer)
-            for layer, versions in enumerate(session.base_versions):
-                for expert, version in enumerate(versions):
-                    only = [() if m != layer else (expert,) for m in range(len(state.last_commit))]
-                    state = state.committed(version.step, only).snapshotted(version.step, only)
-            self._state = state
+            self._handover.committed = session.base.step
+            steps = tuple(tuple(v.step for v in row) for row in session.base_versions)
+            self._state = ChooseState(steps, steps)
         folder = run_memory(session.memory_dir, session.run_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pool = BufferPool(folder, session.rank)
-        self._start_helper()
+        self._handover.start(str(folder))
 
     def step(self, step: int) -> None:
         """After an optimizer step; see `CheckpointManager.step`."""
-        if self._gate.steps == self._steps_seen and self._session.live.optimizers:
+        session = self._session
+        if self._gate.steps == self._steps_seen and session.live.optimizers:
             if not self._warned_idle:
                 self._warned_idle = True
-                self._session.note(
-                    "warning", step, text="manager.step without an optimizer step: ignored"
-                )
-                self._session.flush()
+                text = "manager.step without an optimizer step since the last call: ignored"
+                session.note("warning", step, text=text)
+                session.flush()
             return
         self._steps_seen = self._gate.steps
-        self._listen()
-        policy = self._session.policy
-        if is_snapshot_due(step, policy):
+        self._handover.listen()
+        if is_snapshot_due(step, session.policy):
             self.save(step)
-        elif next_snapshot(step, policy) == step + 1:
+        elif next_snapshot(step, session.policy) == step + 1:
             self._post(step + 1)
         self._surface()
 
@@ -148,36 +107,37 @@ class Saver:
         session = self._session
         self._settle_copy()
         ticket = self._read_ticket(step)
-        if self._plan is None or not ticket.unchanged:
-            self._agree()
-        plan = self._plan
-        assert plan is not None
+        if self._structure is None or not ticket.unchanged:
+            self._restructure()
+        structure = self._structure
+        assert structure is not None
         self._learn(ticket)
         decision = decide(
             step,
             ticket,
             self._state,
-            plan.holders,
+            structure.plan.holders,
             session.policy,
-            last_marked=self._last_marked,
+            last_marked=self._handover.marked,
             has_base=session.base is not None,
             full=full,
             forced=forced,
         )
-        counted = session.group.post_sum(_flatten(session.tokens.counts().tolist()))
+        counts = session.tokens.counts().reshape(-1).tolist()
+        counted = session.group.post_sum(counts)
+        self._newest = step
         if decision.marked:
-            self._last_marked = step
+            self._handover.marked = step
             self._pending[step] = decision.choice
             self._last_persisted = decision.choice.persist
-            self.counts["marked"] += 1
+            self._handover.counts["marked"] += 1
+        # From here on a failure is this rank's own: the others must not be left waiting.
         try:
-            nbytes = self._snapshot(step, decision, counted)
+            self._saved_bytes[step] = self._snapshot(step, structure, decision, counted)
         except (MocError, OSError) as error:
-            self._fail(step, f"snapshot of step {step} failed: {error}", error)
-            nbytes = 0
+            self._handover.fail(step, f"snapshot of step {step} failed: {error}", error)
         self._state = self._state.snapshotted(step, decision.choice.snapshot)
-        self.counts["saves"] += 1
-        self.saved_bytes[step] = nbytes
+        self._handover.counts["saves"] += 1
         self._stall(step, knobs.monotonic() - start)
         if next_snapshot(step, session.policy) == step + 1:
             self._post(step + 1)
@@ -189,126 +149,115 @@ class Saver:
             return
         start = knobs.monotonic()
         self._settle_copy()
-        self._stall(max(self.stall_secs, default=0), knobs.monotonic() - start)
+        self._stall(self._newest, knobs.monotonic() - start)
 
     def wait(self) -> None:
         """Until the newest marked save is committed. Collective.
 
         Raises:
             SaveError: it was not; names the step, and the ranks to blame.
-            DeadlineError: nobody said so in time.
         """
-        session, step = self._session, self._last_marked
+        session, fate, step = self._session, self._handover, self._handover.marked
         self._settle_copy()
         if step < 0:
             return
         deadline = knobs.monotonic() + session.policy.timeout_secs
-        outcome = ""
-        while not self._is_resolved_here(step) and not outcome:
+        problem = ""
+        while not fate.is_over(step) and not problem:
             left = deadline - knobs.monotonic()
+            fate.listen(min(max(left, 0.0), 1.0))
             if left <= 0:
-                outcome = f"rank {session.rank}'s helper said nothing of step {step} in time"
-            self._listen(min(max(left, 0.0), 1.0))
-        if self._failed >= step:
-            outcome = f"persist failed on rank {session.rank}"
-        elif session.rank == 0 and self._abandoned >= step:
-            outcome = "the coordinator gave it up"
-        mine = (outcome, self._committed, self._abandoned, self._failed)
+                problem = f"its helper said nothing of step {step} in time"
+        if fate.failed >= step:
+            problem = "persist failed"
+        elif fate.abandoned >= step:
+            problem = "the coordinator gave it up"
+        mine = (problem, fate.committed, fate.abandoned, fate.failed)
         told = gather_values(session.group, mine, tuple[str, int, int, int])
-        problems = [f"rank {r}: {text}" for r, (text, *_) in enumerate(told) if text]
-        self._apply_fate(told[0][1], told[0][2], max(failed for *_, failed in told))
+        committed, abandoned = told[0][1], told[0][2]
+        self._apply_fate(committed, abandoned, max(failed for *_, failed in told))
         session.flush()
-        if told[0][1] < step:
-            self._failed = max(self._failed, step)
-            reasons = [str(f) for f in self._failures if f.step == step]
-            self._failures = [f for f in self._failures if f.step != step]
-            raise SaveError(
-                f"step {step} was not committed: {'; '.join([*problems, *reasons])}", step=step
-            )
+        if committed < step:
+            fate.failed = max(fate.failed, step)
+            problems = [f"rank {r}: {text}" for r, (text, *_) in enumerate(told) if text]
+            problems += [str(failure) for failure in fate.take_failures(step)]
+            raise SaveError(f"step {step} was not committed: {'; '.join(problems)}", step=step)
         self._surface()
 
     def stats(self) -> dict[str, object]:
-        """Counters, stall in seconds by step, bytes by step, and sizes of full and last save."""
-        plan, session = self._plan, self._session
-        chosen = [(layer, e) for layer, ids in enumerate(self._last_persisted) for e in ids]
-        partial = 0
-        if plan is not None:
-            experts = sum(plan.expert_bytes.values())
-            picked = sum(plan.expert_bytes.get(key, 0) for key in chosen)
-            partial = plan.full_bytes - experts + picked
+        """See `CheckpointManager.stats`."""
+        full = partial = 0
+        if self._structure is not None:
+            plan = self._structure.plan
+            full = plan.full_bytes
+            partial = full - sum(plan.expert_bytes.values())
+            for layer, ids in enumerate(self._last_persisted):
+                partial += sum(plan.expert_bytes.get((layer, expert), 0) for expert in ids)
         return {
-            **self.counts,
-            "rank": session.rank,
-            "stall_secs": dict(self.stall_secs),
-            "saved_bytes": dict(self.saved_bytes),
-            "full_bytes": plan.full_bytes if plan else 0,
+            **self._handover.counts,
+            "rank": self._session.rank,
+            "stall_secs": dict(self._stall_secs),
+            "saved_bytes": dict(self._saved_bytes),
+            "committed_bytes": dict(self._handover.committed_bytes),
+            "full_bytes": full,
             "partial_bytes": partial,
-            "committed_bytes": dict(self.committed_bytes),
         }
 
     def close(self, *, drain: bool) -> None:
         """End; with ``drain`` only after the save in flight is committed."""
-        error: Exception | None = None
-        try:
-            if drain and self._plan is not None:
-                self.wait()
-        except (MocError, OSError) as caught:
-            error = caught
+        errors: list[Exception] = []
+
+        def attempt(act: Callable[[], None]) -> None:
+            try:
+                act()
+            except (MocError, OSError, RuntimeError) as error:
+                errors.append(error)
+
+        if drain and self._structure is not None:
+            attempt(self.wait)
         self._gate.close()
         if drain:
-            try:
-                self._worker.wait(self._session.policy.timeout_secs, "the snapshot in flight")
-            except Exception as caught:  # noqa: BLE001 - reported below
-                error = error or caught
+            attempt(self._settle_copy)
         self._worker.close()
-        if self._helper is not None:
-            if drain:
-                try:
-                    for message in self._helper.close(self._session.policy.timeout_secs):
-                        self._hear(message)
-                except (MocError, OSError) as caught:
-                    error = error or caught
-            else:
-                self._helper.detach()
-            self._helper = None
+        attempt(lambda: self._handover.close(drain=drain))
         if self._pool is not None:
             self._pool.close()
         self._session.flush()
-        if error is not None:
-            raise error
+        if errors:
+            raise errors[0]
 
     # ------------------------------------------------------------------ ticket
 
     def _post(self, due: int) -> None:
-        session = self._session
+        session, fate, structure = self._session, self._handover, self._structure
         is_coordinator = session.rank == 0
         words = Words(
             step=due,
             attempt=session.attempt,
-            plan=self._plan.digest if self._plan else 0,
-            unchanged=int(self._plan is not None and self._stamp == session.live.stamp()),
+            plan=structure.plan.digest if structure else 0,
+            unchanged=int(structure is not None and structure.stamp == session.live.stamp()),
             sealed=self._sealed,
-            failed=self._failed,
-            committed=self._committed if is_coordinator else None,
-            abandoned=self._abandoned if is_coordinator else None,
+            failed=fate.failed,
+            committed=fate.committed if is_coordinator else None,
+            abandoned=fate.abandoned if is_coordinator else None,
         )
         self._posted = (due, session.group.post_min(words.pack()))
 
     def _read_ticket(self, step: int) -> Ticket:
         """The ticket for this step; one that was posted for another step is read and dropped."""
-        session = self._session
-        timeout = session.policy.timeout_secs
+        session, timeout = self._session, self._session.policy.timeout_secs
         if self._posted is not None and self._posted[0] != step:
             self._posted[1].wait(timeout)
             self._posted = None
         if self._posted is None:
             self._post(step)
         assert self._posted is not None
-        due, pending = self._posted
+        _, pending = self._posted
         self._posted = None
         ticket = Ticket.unpack(pending.wait(timeout))
         if ticket.differ:
-            mine = (due, session.attempt, self._plan.digest if self._plan else 0)
+            digest = self._structure.plan.digest if self._structure else 0
+            mine = (step, session.attempt, digest)
             told = gather_values(session.group, mine, tuple[int, int, int])
             table = ", ".join(
                 f"rank {r}: step {s}, attempt {a}, plan {p:x}" for r, (s, a, p) in enumerate(told)
@@ -324,130 +273,80 @@ class Saver:
     def _learn(self, ticket: Ticket) -> None:
         self._sealed_everywhere = ticket.sealed
         self._apply_fate(ticket.committed, ticket.abandoned, ticket.failed)
-        hopeless = ticket.failed == self._last_marked > max(ticket.committed, ticket.abandoned)
+        marked = self._handover.marked
+        hopeless = ticket.failed == marked > max(ticket.committed, ticket.abandoned)
         if hopeless and self._session.rank == 0:
             # Some rank cannot deliver; the coordinator need not wait for its receipt.
-            version = Version(ticket.failed, self._session.attempt)
-            self._tell(say.Abandon(version, "a rank's persist failed"))
+            version = Version(marked, self._session.attempt)
+            self._handover.tell(say.Abandon(version, "a rank's persist failed"))
 
     def _apply_fate(self, committed: int, abandoned: int, failed: int) -> None:
         """Fold what is known of marked saves into what is chosen next, alike on all ranks."""
-        session = self._session
+        session, fate = self._session, self._handover
         for step in sorted(self._pending):
             if step == committed:
                 choice = self._pending.pop(step)
                 self._state = self._state.committed(step, choice.persist)
                 session.base = Version(step, session.attempt)
-                if session.rank != 0:
-                    self._committed = step
-            elif step < committed or (step <= max(abandoned, failed) and step != self._last_marked):
+                fate.committed = max(fate.committed, step)
+            elif step < committed or (step <= max(abandoned, failed) and step != fate.marked):
                 self._pending.pop(step)
 
-    # ------------------------------------------------------------------ structure
-
-    def _agree(self) -> None:
-        """Describe what is held, gather it, compare replicas, and plan. Collective."""
-        session = self._session
-        first = self._plan is None
-        regions = list(session.live.regions())
-        self._regions = {}
-        for region in regions:
-            self._regions.setdefault((region.fqn, region.part), []).append(region)
-        mine: list[tuple[Piece, str]] = []
-        for region in regions:
-            own = session.rank if (region.fqn, region.part) in self._diverged else -1
-            for piece in region.pieces():
-                digest = ""
-                if first:
-                    digest = digest_bytes(tensor_bytes(region.view(piece.box)))
-                if own >= 0:
-                    piece = msgspec.structs.replace(piece, rank=own)
-                mine.append((piece, digest))
-        told = gather_values(session.group, mine, list[tuple[Piece, str]])
-        if first:
-            self._diverged = frozenset(_compare_replicas(told))
-            for fqn, part in sorted(self._diverged):
-                if session.rank == 0:
-                    session.note(
-                        "warning", 0, text=f"{part} {fqn} differs between replicas: saved per rank"
-                    )
-        catalogues = [
-            [
-                msgspec.structs.replace(p, rank=r) if (p.fqn, p.part) in self._diverged else p
-                for p, _ in pieces
-            ]
-            for r, pieces in enumerate(told)
-        ]
-        self._plan = plan_save(catalogues, session.rank, session.experts_per_layer)
-        self._stamp = session.live.stamp()
-        self._size_buffers(self._plan)
-
-    def _size_buffers(self, plan: RankPlan) -> None:
+    def _restructure(self) -> None:
         session, pool = self._session, self._pool
         assert pool is not None
-        per_layer = {
-            layer: session.policy.experts_per_save(count)[0]
-            for layer, count in enumerate(session.experts_per_layer)
-        }
-        everything = [*plan.dense, *(p for pieces in plan.experts.values() for p in pieces)]
-        extras = [_extras_piece(name, 1 << 40, session.rank) for name in (EXTRAS, OPTIMIZER_GROUPS)]
-        self._header_area = len(make_header(in_file_order([*everything, *extras])))
-        slack = 2 * sum(len(data) for _, data in self._capture_extras()) + _EXTRAS_SLACK_BYTES
-        size = self._header_area + plan.capacity(per_layer) + slack
-        self._buffer_bytes = -(-size // 4096) * 4096
-        count = self._buffer_count(per_layer)
-        pool.open(count)
-        session.note(
-            "warning"
-            if count < _wanted_buffers(per_layer, session.experts_per_layer)
-            else "marked",
-            0,
-            nbytes=count * self._buffer_bytes,
-            text=f"memory tier: {count} buffers of {self._buffer_bytes / 1e6:.1f} MB per rank in "
-            f"{pool.folder}; a full checkpoint is {plan.full_bytes / 1e6:.1f} MB",
-        ) if session.rank == 0 else None
-
-    def _buffer_count(self, per_layer: dict[int, int]) -> int:
-        session = self._session
-        wanted = session.policy.buffers or _wanted_buffers(per_layer, session.experts_per_layer)
-        ranks_here = session.nodes.count(session.node)
-        budget = self._memory_bytes
-        if budget is None:
-            budget = int(usable_bytes(session.memory_dir) * _MEMORY_SHARE) // ranks_here
-        affordable = budget // self._buffer_bytes
-        if affordable < _MIN_BUFFERS:
-            raise SaveError(
-                f"rank {session.rank}: {_MIN_BUFFERS} buffers of {self._buffer_bytes} bytes do not "
-                f"fit into {budget} bytes of {session.memory_dir}; enlarge the tmpfs, name another "
-                "directory (memory_dir=), or lower k_snapshot",
-                rank=session.rank,
-                path=str(session.memory_dir),
-            )
-        return int(min(wanted, affordable))
+        self._structure = agree_on_structure(session, self._structure, self._memory_bytes)
+        structure = self._structure
+        pool.open(structure.buffers)
+        agree(session.group, lambda: pool.allocate(structure.buffer_bytes))
+        if session.rank == 0:
+            for fqn, part in sorted(structure.diverged):
+                text = f"{part} {fqn} differs between ranks and is saved by each"
+                session.note("warning", 0, text=text)
+            nbytes, wanted = structure.buffer_bytes, structure.buffers_wanted
+            text = f"{structure.buffers} buffers of {nbytes / 1e6:.1f} MB per rank in {pool.folder}"
+            if structure.buffers < wanted:
+                text += f"; {wanted} would keep every expert's newest version in memory"
+            session.note("memory", 0, nbytes=structure.buffers * nbytes, text=text)
 
     # ------------------------------------------------------------------ snapshot
 
-    def _snapshot(self, step: int, decision: Decision, counted: Pending) -> int:
-        session, plan = self._session, self._plan
-        assert plan is not None
+    def _snapshot(
+        self, step: int, structure: Structure, decision: Decision, counted: Pending
+    ) -> int:
+        """Copy what is eager, and start the rest; returns the bytes of this rank."""
+        session, plan = self._session, structure.plan
         version = Version(step, session.attempt)
         session.note("snapshot_started", step)
-        extras = self._capture_extras()
         choice = decision.choice
-        rounds: list[list[Piece]] = []
         if decision.full and self._exceeds_buffer(choice):
-            choice, rounds = self._in_rounds(choice, decision.marked)
-        for number, pieces in enumerate(rounds):
-            self._persist_round(version, number, pieces)
+            choice = self._persist_in_rounds(version, structure, decision)
 
-        chosen = [p for p in plan.dense] + self._expert_pieces(choice.snapshot)
-        chosen += [_extras_piece(name, len(data), session.rank) for name, data in extras]
-        buffer, view, pieces = self._prepare(chosen)
-        records = lay_out(pieces, self._header_area)
-        eager, late = self._copies(view, records, dict(extras))
-        run_copies(eager)
-        job = CopyJob(late)
-        nbytes = sum(p.nbytes for p in pieces)
+        extras = capture_extras(session)
+        slots = self._slots(structure, choice.snapshot, dense=True)
+        tail = [extras_piece(name, len(data), session.rank) for name, data in extras]
+        records = lay_out([*(s.piece for s in slots), *tail], structure.header_area)
+        nbytes = sum(s.nbytes for s in slots) + sum(p.nbytes for p in tail)
+        buffer, view = self._take_buffer(
+            max(structure.buffer_bytes, structure.header_area + nbytes)
+        )
+        placed = list(zip(records, slots, strict=False))
+        run_copies(_pairs(view, [(r, s) for r, s in placed if not s.region.overlapped]))
+        for record, (_, data) in zip(records[len(slots) :], extras, strict=True):
+            view[record.offset : record.offset + len(data)] = data
+        late = [(r, s) for r, s in placed if s.region.overlapped]
+        job = CopyJob({s.region.fqn + s.region.part: s.region.tensor() for _, s in late})
+        head = CommitHead(
+            model=session.model_id,
+            base=None if decision.full else session.base,
+            layers=list(session.live.experts.layers),
+            saved=[list(ids) for ids in choice.snapshot],
+            routed=[],
+            lost=session.lost,
+            k_snapshot=session.most_experts(0),
+            k_persist=session.most_experts(1),
+            left_out=session.live.left_out,
+        )
         seal = Seal(
             run_id=session.run_id,
             version=version,
@@ -457,36 +356,29 @@ class Saver:
             file=buffer.name,
             pieces=records,
             expert_pieces=[
-                (layer, e, plan.expert_pieces.get((layer, e), 0))
+                (layer, expert, plan.expert_pieces.get((layer, expert), 0))
                 for layer, ids in enumerate(choice.snapshot)
-                for e in ids
+                for expert in ids
             ],
-            head=CommitHead(
-                model=session.model_id,
-                base=None if decision.full else session.base,
-                layers=list(session.live.experts.layers),
-                saved=[list(ids) for ids in choice.snapshot],
-                routed=[],
-                lost=session.lost,
-                k_snapshot=_k(session, 0),
-                k_persist=_k(session, 1),
-                left_out=session.live.left_out,
-            ),
+            head=head,
         )
+        if decision.marked:
+            told = "full" if decision.full else f"{sum(map(len, choice.persist))} experts"
+            session.note("marked", step, nbytes=nbytes, text=told)
         persist = decision.choice if decision.marked else None
         began = knobs.monotonic()
-        if decision.marked:
-            session.note("marked", step, nbytes=nbytes, text=_told(decision))
 
         def task() -> None:
-            torn = job.run()
-            if torn >= 0:
+            _write_header(view, records, structure.header_area)
+            torn = job.run(_pairs(view, late))
+            if torn:
                 buffer.release()
-                self._torn(step, records, late, torn)
+                self._tear(step, torn)
                 return
             totals = counted.wait(session.policy.timeout_secs)
-            head = msgspec.structs.replace(seal.head, routed=_unflatten(totals, session))
-            buffer.put_seal(msgspec.structs.replace(seal, head=head))
+            routed = _by_layer(totals, session.experts_per_layer)
+            whole = msgspec.structs.replace(head, routed=routed)
+            buffer.put_seal(msgspec.structs.replace(seal, head=whole))
             buffer.release()
             self._sealed = step
             session.note("snapshot_done", step, secs=knobs.monotonic() - began, nbytes=nbytes)
@@ -497,45 +389,39 @@ class Saver:
             self._settle_copy()
         return nbytes
 
-    def _prepare(self, chosen: Sequence[Piece]) -> tuple[Buffer, memoryview, list[Piece]]:
-        """Take a buffer and write the header for these pieces into it."""
-        pieces = in_file_order(chosen)
-        data = sum(p.nbytes for p in pieces)
-        nbytes = max(self._buffer_bytes, self._header_area + data)
-        buffer, view = self._take_buffer(nbytes)
-        header = make_header(
-            pieces,
-            area=self._header_area,
-            data_bytes=len(view) - self._header_area,
-        )
-        view[: len(header)] = header
-        return buffer, view, pieces
+    def _slots(
+        self, structure: Structure, choice: Sequence[Sequence[int]], *, dense: bool
+    ) -> list[Slot]:
+        """What this rank writes of a choice, in file order."""
+        wanted = [set(ids) for ids in choice]
+        return [
+            slot
+            for slot in structure.slots
+            if (slot.piece.expert in wanted[slot.piece.layer] if slot.piece.is_expert else dense)
+        ]
 
     def _take_buffer(self, nbytes: int) -> tuple[Buffer, memoryview]:
-        session, pool = self._session, self._pool
+        session, pool, fate = self._session, self._pool, self._handover
         assert pool is not None
+        known = max(fate.committed, fate.abandoned, fate.failed)
+        persisting = Version(fate.marked, session.attempt) if fate.marked > known else None
+        everywhere = session.restored
+        if self._sealed_everywhere >= 0:
+            everywhere = Version(self._sealed_everywhere, session.attempt)
         locked: set[int] = set()
+        versions = [b.version for b in pool.buffers]
+        live = [v is not None and session.timeline.is_live(v) for v in versions]
         while True:
             facts = [
-                BufferFacts(
-                    index,
-                    b.version,
-                    frozenset((m, e) for m, e, _ in b.seal.expert_pieces)
-                    if b.seal
-                    else frozenset(),
-                    index in locked,
-                )
+                BufferFacts(index, b.version, b.experts, index in locked)
                 for index, b in enumerate(pool.buffers)
             ]
             chosen = victim(
                 facts,
-                live=[
-                    b.version is not None and session.timeline.is_live(b.version)
-                    for b in pool.buffers
-                ],
+                live=live,
                 commit=session.base,
-                persisting=self._persisting(),
-                sealed_everywhere=self._version_of(self._sealed_everywhere) or session.restored,
+                persisting=persisting,
+                sealed_everywhere=everywhere,
             )
             if chosen is None:
                 raise SaveError(
@@ -548,45 +434,6 @@ class Saver:
             except BlockingIOError:
                 locked.add(chosen)
 
-    def _copies(
-        self, view: memoryview, records: Sequence[PieceRecord], extras: dict[str, bytes]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """(destination, source) pairs: those to copy at once, and those that may overlap."""
-        eager: list[tuple[Tensor, Tensor]] = []
-        late: list[tuple[Tensor, Tensor]] = []
-        for record in records:
-            piece = record.piece
-            if piece.part == EXTRA:
-                view[record.offset : record.offset + piece.nbytes] = extras[piece.fqn]
-                continue
-            region = self._region_of(piece)
-            target = over(view, record.offset, piece.dtype, piece.box.sizes)
-            (late if region.overlapped else eager).append((target, region.view(piece.box)))
-        return eager, late
-
-    def _region_of(self, piece: Piece) -> Region:
-        for region in self._regions[piece.fqn, piece.part]:
-            if piece.box.intersect(region.box) == piece.box or piece.box.numel == 0:
-                return region
-        raise AssertionError(f"no live tensor for planned piece {piece.name}")
-
-    def _capture_extras(self) -> list[tuple[str, bytes]]:
-        session = self._session
-        return [
-            (EXTRAS, session.extras.capture()),
-            (OPTIMIZER_GROUPS, encode(capture_groups(session.live), "optimizer.param_groups")),
-        ]
-
-    def _expert_pieces(self, choice: Sequence[Sequence[int]]) -> list[Piece]:
-        assert self._plan is not None
-        experts = self._plan.experts
-        return [
-            piece
-            for layer, ids in enumerate(choice)
-            for expert in ids
-            for piece in experts.get((layer, expert), ())
-        ]
-
     # ------------------------------------------------------------------ saves larger than a buffer
 
     def _exceeds_buffer(self, choice: Choice) -> bool:
@@ -596,58 +443,58 @@ class Saver:
             for ids, count in zip(choice.snapshot, session.experts_per_layer, strict=True)
         )
 
-    def _in_rounds(self, full: Choice, marked: bool) -> tuple[Choice, list[list[Piece]]]:
-        """Split a full save: what an ordinary snapshot holds stays for the end."""
-        session, plan = self._session, self._plan
-        assert plan is not None
-        last = choose(
-            self._state.last_snapshot,
-            self._state.last_commit,
-            plan.holders,
-            session.policy,
-            marked=True,
-        )
-        if not marked:
-            session.note("warning", 0, text="a full save that is not persisted keeps K_snapshot")
-            return last, []
+    def _persist_in_rounds(
+        self, version: Version, structure: Structure, decision: Decision
+    ) -> Choice:
+        """Persist what goes beyond an ordinary snapshot, buffer by buffer, while training waits.
+
+        Returns:
+            The ordinary snapshot that is left for the end.
+        """
+        session = self._session
+        state, holders = self._state, structure.plan.holders
+        last = choose(state.last_snapshot, state.last_commit, holders, session.policy)
+        if not decision.marked:
+            text = "a full save that is not persisted holds k_snapshot experts only"
+            session.note("warning", version.step, text=text)
+            return last
         early = [
             sorted(set(everything) - set(ids))
-            for everything, ids in zip(full.snapshot, last.snapshot, strict=True)
+            for everything, ids in zip(decision.choice.snapshot, last.snapshot, strict=True)
         ]
-        room = self._buffer_bytes - self._header_area
-        rounds: list[list[Piece]] = [[]]
-        used = 0
-        for piece in self._expert_pieces(early):
-            if used + piece.nbytes > room and rounds[-1]:
+        room = structure.buffer_bytes - structure.header_area
+        rounds: list[list[Slot]] = [[]]
+        for slot in self._slots(structure, early, dense=False):
+            if rounds[-1] and sum(s.nbytes for s in rounds[-1]) + slot.nbytes > room:
                 rounds.append([])
-                used = 0
-            rounds[-1].append(piece)
-            used += piece.nbytes
-        return last, [r for r in rounds if r]
+            rounds[-1].append(slot)
+        for number, slots in enumerate(filter(None, rounds), start=1):
+            self._persist_round(version, structure, number, slots)
+        return last
 
-    def _persist_round(self, version: Version, number: int, chosen: list[Piece]) -> None:
-        """Copy some experts, persist them, and wait: nothing may change in between."""
-        session = self._session
-        buffer, view, pieces = self._prepare(chosen)
-        records = lay_out(pieces, self._header_area)
-        eager, late = self._copies(view, records, {})
-        run_copies([*eager, *late])
+    def _persist_round(
+        self, version: Version, structure: Structure, number: int, slots: Sequence[Slot]
+    ) -> None:
+        session, fate = self._session, self._handover
+        records = lay_out([s.piece for s in slots], structure.header_area)
+        buffer, view = self._take_buffer(structure.buffer_bytes)
+        _write_header(view, records, structure.header_area)
+        run_copies(_pairs(view, list(zip(records, slots, strict=True))))
         buffer.release()
-        key = f"{step_dir(version)}/experts-{session.rank:05d}-part{number + 1:02d}.safetensors"
-        self._tell(say.PersistPart(version, str(buffer.path), key, records))
+        key = f"{step_dir(version)}/experts-{session.rank:05d}-part{number:02d}.safetensors"
+        fate.tell(say.PersistPart(version, str(buffer.path), key, records))
         deadline = knobs.monotonic() + session.policy.timeout_secs
-        self._parts_done.discard(version)
-        while version not in self._parts_done:
+        while not fate.has_part(version):
             left = deadline - knobs.monotonic()
             if left <= 0:
                 raise DeadlineError(
                     f"the helper of rank {session.rank} did not persist {key} in time"
                 )
-            self._listen(min(left, 1.0))
-            if self._failed >= version.step:
+            fate.listen(min(left, 1.0))
+            if fate.failed >= version.step:
                 raise SaveError(f"{key} could not be written", step=version.step, path=key)
 
-    # ------------------------------------------------------------------ background: worker, helper
+    # ------------------------------------------------------------------ after the copy
 
     def _hand_over(
         self,
@@ -659,7 +506,7 @@ class Saver:
         """Runs on the worker: what the helper does with a sealed buffer."""
         path, rank, folder = str(buffer.path), self._session.rank, step_dir(version)
         if persist is None:
-            self._tell(say.Digest(version, path))
+            self._handover.tell(say.Digest(version, path))
             return
         dense = [i for i, r in enumerate(records) if not r.piece.is_expert]
         experts = [
@@ -673,213 +520,66 @@ class Saver:
             if indices
         ]
         saved = [list(ids) for ids in persist.persist]
-        self._tell(say.Persist(version, path, files, saved))
+        self._handover.tell(say.Persist(version, path, files, saved))
 
-    def _torn(
-        self,
-        step: int,
-        records: Sequence[PieceRecord],
-        late: Sequence[tuple[Tensor, Tensor]],
-        index: int,
-    ) -> None:
-        overlapped = [r for r in records if r.piece.part != EXTRA]
-        overlapped = [r for r in overlapped if self._region_of(r.piece).overlapped]
-        name = overlapped[index].piece.name
-        self.counts["torn"] += 1
-        self._session.note("torn", step, text=f"{name} changed while it was copied")
-        self._fail(
-            step,
-            f"snapshot of step {step} is torn: {name} changed while it was copied; "
-            "something besides the optimizers writes it (use Policy(overlap=False))",
-            None,
+    def _tear(self, step: int, name: str) -> None:
+        text = (
+            f"snapshot of step {step} is torn: {name} changed while it was copied; something "
+            "besides the optimizers writes it (use Policy(overlap=False))"
         )
+        self._handover.counts["torn"] += 1
+        self._session.note("torn", step, text=text)
+        self._handover.fail(step, text)
 
     def _settle_copy(self) -> None:
-        """Wait for the copy in flight; a failure is noted, not raised: training may go on."""
-        step = max(self.stall_secs, default=0)
+        """Wait for the copy in flight; its failure is noted, not raised: training may go on.
+
+        Raises:
+            DeadlineError: the copy does not end; nothing can be saved any more.
+        """
+        step, timeout = self._newest, self._session.policy.timeout_secs
         try:
-            self._worker.wait(self._session.policy.timeout_secs, f"the snapshot of step {step}")
-        except DeadlineError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the copy raised is a failed save
-            self._fail(step, f"snapshot of step {step} failed: {error}", error)
-
-    def _tell(self, message: object) -> None:
-        assert self._helper is not None
-        try:
-            self._helper.send(message)
-        except HelperError as error:
-            self._helper_died(error)
-
-    def _listen(self, timeout_secs: float = 0.0) -> None:
-        """Hear what the helper has to say; one system call when that is nothing."""
-        if self._helper is None:
-            return
-        try:
-            for message in self._helper.receive(timeout_secs):
-                self._hear(message)
-        except HelperError as error:
-            self._helper_died(error)
-
-    def _hear(self, message: object) -> None:
-        session = self._session
-        match message:
-            case say.PartDone():
-                self._parts_done.add(message.version)
-            case say.Persisted():
-                self._resolved_here = max(self._resolved_here, message.version.step)
-            case say.Failed():
-                step = message.version.step
-                self._fail(
-                    step,
-                    f"persist of step {step} failed on rank {session.rank}"
-                    f" ({message.path or 'no path'}): {message.error}",
-                    None,
-                    message.path,
-                )
-            case say.Committed():
-                self._committed = max(self._committed, message.version.step)
-                self.counts["committed"] += 1
-                self.committed_bytes[message.version.step] = message.nbytes
-                session.note(
-                    "committed", message.version.step, secs=message.secs, nbytes=message.nbytes
-                )
-            case say.Abandoned():
-                self._abandoned = max(self._abandoned, message.version.step)
-                self.counts["abandoned"] += 1
-                session.note("abandoned", message.version.step, text=message.reason)
-                self._failures.append(
-                    SaveError(
-                        f"step {message.version.step} was abandoned: {message.reason}",
-                        step=message.version.step,
-                        rank=session.rank,
-                    )
-                )
-            case say.Pruned():
-                steps = ", ".join(str(v.step) for v in message.versions)
-                session.note("pruned", 0, text=f"steps {steps or '-'}; {message.files} files")
-            case say.Warned():
-                self.counts["warnings"] += 1
-                session.note("warning", 0, text=message.text)
-
-    def _start_helper(self) -> None:
-        session, policy = self._session, self._session.policy
-        assert self._pool is not None
-        hello = say.Hello(
-            url=session.store.url,
-            rank=session.rank,
-            world_size=session.group.world_size,
-            attempt=session.attempt,
-            keep_latest_k=policy.keep_latest_k,
-            keep_every=policy.keep_every,
-            timeout_secs=policy.timeout_secs,
-            grace_secs=policy.grace_secs,
-            faults=self._faults,  # type: ignore[arg-type]
-        )
-        self._helper = Helper(hello, str(self._pool.folder))
-
-    def _helper_died(self, error: HelperError) -> None:
-        self.counts["helper_restarts"] += 1
-        step = self._last_marked
-        if step > max(self._committed, self._abandoned, self._failed) and not (
-            self._session.rank != 0 and self._resolved_here >= step
-        ):
-            self._fail(step, f"persist of step {step} failed: {error}", error)
-        else:
-            self._session.note("warning", step, text=f"{error}; started again")
-        self._start_helper()
-
-    def _fail(self, step: int, text: str, error: Exception | None, path: str = "") -> None:
-        failure = SaveError(text, step=step, rank=self._session.rank, path=path)
-        failure.__cause__ = error
-        if step == self._last_marked:
-            self._failed = max(self._failed, step)
-        self._failures.append(failure)
-        self.counts["failed"] += 1
-        self._session.note("failed", step, text=text)
+            self._worker.wait(timeout, f"the copy of step {step}")
+        except (MocError, OSError, RuntimeError, ValueError) as error:
+            if self._worker.busy:
+                raise
+            self._handover.fail(step, f"snapshot of step {step} failed: {error}", error)
 
     def _surface(self) -> None:
-        """Raise or forget what failed since the last call; events have told it already."""
+        """Events have told of failures; raise the first one if the user wants that."""
         self._session.flush()
-        failures, self._failures = self._failures, []
+        failures = self._handover.take_failures()
         if failures and self._session.policy.on_error == "raise":
             raise failures[0]
 
-    # ------------------------------------------------------------------ small
-
-    def _is_resolved_here(self, step: int) -> bool:
-        """Whether this rank has nothing left to do for a marked step."""
-        if self._failed >= step:
-            return True
-        if self._session.rank == 0:
-            return max(self._committed, self._abandoned) >= step
-        return self._resolved_here >= step
-
-    def _persisting(self) -> Version | None:
-        known = max(self._committed, self._abandoned, self._failed)
-        return self._version_of(self._last_marked) if self._last_marked > known else None
-
-    def _version_of(self, step: int) -> Version | None:
-        return Version(step, self._session.attempt) if step >= 0 else None
-
     def _stall(self, step: int, secs: float) -> None:
-        self.stall_secs[step] = self.stall_secs.get(step, 0.0) + secs
+        self._stall_secs[step] = self._stall_secs.get(step, 0.0) + secs
         self._session.note("stalled", step, secs=secs)
 
 
-def _compare_replicas(told: Sequence[Sequence[tuple[Piece, str]]]) -> Iterator[tuple[str, str]]:
-    """Find buffers that differ between their holders.
-
-    Raises:
-        LayoutError: a parameter or its optimizer state differs: a wrong group, or replicas that
-            have drifted apart.
-    """
-    seen: dict[str, tuple[int, str]] = {}
-    for rank, pieces in enumerate(told):
-        for piece, digest in pieces:
-            other, expected = seen.setdefault(piece.name, (rank, digest))
-            if digest == expected:
-                continue
-            if piece.part == BUFFER:
-                yield piece.fqn, piece.part
-                continue
-            group = "edp (or ep)" if piece.is_expert else "dp"
-            what = "parameter" if piece.part == WEIGHT else f"optimizer state {piece.part} of"
-            raise LayoutError(
-                f"{what} {piece.fqn} differs between ranks {other} and {rank}, which the layout "
-                f"says are replicas; is the {group} group right, and are replicas in step?"
-            )
+def _pairs(
+    view: memoryview, placed: Sequence[tuple[PieceRecord, Slot]]
+) -> list[tuple[Tensor, Tensor]]:
+    """(destination in the buffer, live source) of every piece."""
+    tensors: dict[int, Tensor] = {}
+    pairs = []
+    for record, slot in placed:
+        key = id(slot.region)
+        if key not in tensors:
+            tensors[key] = slot.region.tensor().detach()
+        source = tensors[key][slot.within] if slot.within else tensors[key]
+        piece = slot.piece
+        pairs.append((over(view, record.offset, piece.dtype, piece.box.sizes), source))
+    return pairs
 
 
-def _extras_piece(name: str, nbytes: int, rank: int) -> Piece:
-    return Piece(name, EXTRA, Box.whole((nbytes,)), "U8", rank=rank)
+def _write_header(view: memoryview, records: Sequence[PieceRecord], area: int) -> None:
+    pieces = [r.piece for r in records]
+    header = make_header(pieces, area=area, data_bytes=len(view) - area)
+    view[: len(header)] = header
 
 
-def _wanted_buffers(per_layer: dict[int, int], experts: Sequence[int]) -> int:
-    windows = max((-(-n // per_layer[layer]) for layer, n in enumerate(experts)), default=1)
-    return windows + _SPARE_BUFFERS
-
-
-def _k(session: Session, level: int) -> int:
-    return max(
-        (session.policy.experts_per_save(n)[level] for n in session.experts_per_layer), default=0
-    )
-
-
-def _told(decision: Decision) -> str:
-    if decision.full:
-        return "full"
-    return f"{sum(map(len, decision.choice.persist))} experts"
-
-
-def _flatten(rows: Iterable[Iterable[int]]) -> list[int]:
-    return [int(value) for row in rows for value in row]
-
-
-def _unflatten(values: Sequence[int], session: Session) -> Totals:
+def _by_layer(values: Sequence[int], experts_per_layer: Sequence[int]) -> Totals:
     """Totals per layer and expert, from rows as wide as the largest layer."""
-    width = max(session.experts_per_layer, default=0)
-    return [
-        list(values[m * width : m * width + count])
-        for m, count in enumerate(session.experts_per_layer)
-    ]
+    width = max(experts_per_layer, default=0)
+    return [list(values[m * width : m * width + n]) for m, n in enumerate(experts_per_layer)]

@@ -91,6 +91,11 @@ class Session:
         """Global number of experts of each MoE layer."""
         return self.live.experts.experts
 
+    def most_experts(self, level: int) -> int:
+        """Experts per MoE layer in a snapshot (level 0) or a persist (1), of the largest layer."""
+        policy = self.policy
+        return max((policy.experts_per_save(n)[level] for n in self.experts_per_layer), default=0)
+
     def note(
         self, kind: EventKind, step: int, *, secs: float = 0.0, nbytes: int = 0, text: str = ""
     ) -> None:

@@ -7,6 +7,7 @@ record lock on it (not flock, which forked workers inherit), so the kernel frees
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -99,6 +100,12 @@ class Buffer:
     def version(self) -> Version | None:
         """What it holds; None where it holds nothing valid."""
         return self.seal.version if self.seal else None
+
+    @property
+    def experts(self) -> frozenset[tuple[int, int]]:
+        """(MoE layer, expert) pairs that it holds."""
+        pairs = self.seal.expert_pieces if self.seal else []
+        return frozenset((layer, expert) for layer, expert, _ in pairs)
 
     def acquire(self, nbytes: int) -> memoryview:
         """Make it ours to overwrite: unsealed, locked, at least so large, mapped, pre-faulted.
@@ -196,6 +203,18 @@ class BufferPool:
             buffer = Buffer(path)
             buffer.seal = _seal_facts(path)
             self.buffers.append(buffer)
+
+    def allocate(self, nbytes: int) -> None:
+        """Make room in buffers that hold nothing yet, so that no save pays for page faults.
+
+        Raises:
+            SaveError: there is no room in memory.
+        """
+        for buffer in self.buffers:
+            if buffer.seal is None:
+                with contextlib.suppress(BlockingIOError):  # an orphan reads it: later, then
+                    buffer.acquire(nbytes)
+                    buffer.release()
 
     def close(self) -> None:
         """Close every buffer; the files stay."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,41 +11,35 @@ __all__ = ["CopyJob", "run_copies"]
 
 
 class CopyJob:
-    """Copies that run while the next forward and backward do.
+    """Copies that run while the next forward and backward do."""
 
-    Args:
-        pairs: (destination, source); sources are live and change at the next optimizer step.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Note the sources' versions, and on CUDA where the training stream stands."""
-        self._pairs = pairs
-        self._versions = [source._version for _, source in pairs]
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+        """Note the versions of live tensors, by name, and where the training stream stands."""
+        self._sources = dict(sources)
+        self._versions = {name: tensor._version for name, tensor in sources.items()}
         self._event: torch.cuda.Event | None = None
-        if any(source.is_cuda for _, source in pairs):
+        if any(tensor.is_cuda for tensor in sources.values()):
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def run(self) -> int:
-        """Copy; returns the index of the first torn source, -1 for none.
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> str:
+        """Copy (destination, source) pairs; returns the name of a torn source, or nothing.
 
         An in-place change by anything but ``.data`` and a few native kernels bumps a tensor's
         version, so the check backs the capture classes up; it cannot replace them.
         """
         if self._event is None:
-            run_copies(self._pairs)
+            run_copies(pairs)
         else:
             stream = torch.cuda.Stream()
             stream.wait_event(self._event)
             with torch.cuda.stream(stream):
-                run_copies(self._pairs)
+                run_copies(pairs)
             stream.synchronize()
-        for index, ((_, source), before) in enumerate(
-            zip(self._pairs, self._versions, strict=True)
-        ):
-            if source._version != before:
-                return index
-        return -1
+        for name, tensor in self._sources.items():
+            if tensor._version != self._versions[name]:
+                return name
+        return ""
 
 
 def run_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

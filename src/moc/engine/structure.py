@@ -1,0 +1,230 @@
+"""What is saved and by whom: described, gathered, compared and planned once per structure.
+
+The structure changes when state appears (the first step, an expert's first token), not from save
+to save; so everything that can be prepared is prepared here, and a save only walks a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from moc.comm.group import agree, gather_values
+from moc.core.box import Box
+from moc.core.digest import digest_bytes
+from moc.core.piece import DENSE, EXTRA, WEIGHT, Piece
+from moc.core.safetensors import in_file_order, make_header
+from moc.engine.session import Session
+from moc.errors import LayoutError, SaveError
+from moc.plan.save import RankPlan, plan_save
+from moc.snapshot.buffers import usable_bytes
+from moc.state.extras import encode
+from moc.state.groups import capture_groups
+from moc.state.live import BUFFER, Region
+from moc.state.tensors import tensor_bytes
+
+__all__ = [
+    "EXTRAS",
+    "OPTIMIZER_GROUPS",
+    "Slot",
+    "Structure",
+    "agree_on_structure",
+    "capture_extras",
+    "extras_piece",
+]
+
+EXTRAS = "moc.extras"
+"""Name of the per-rank piece that holds scheduler, loader, RNG and the like."""
+
+OPTIMIZER_GROUPS = "moc.optimizer_groups"
+"""Name of the per-rank piece that holds the optimizers' groups."""
+
+_EXTRAS_SLACK_BYTES = 64 << 10
+_MIN_BUFFERS = 3
+_SPARE_BUFFERS = 3  # beyond the windows: one written, one persisted, one kept for recovery
+_MEMORY_SHARE = 0.5  # of what is free on tmpfs, unless the user says how much
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A piece that this rank writes, and the live region that holds it.
+
+    Attributes:
+        piece: what it is.
+        nbytes: its size.
+        region: where its values are.
+        within: slices of the region's tensor; empty for a 0-d one.
+    """
+
+    piece: Piece
+    nbytes: int
+    region: Region
+    within: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """One rank's part of what all ranks have agreed on.
+
+    Attributes:
+        plan: who writes what.
+        slots: everything this rank may write, in file order.
+        stamp: of the live state that was described.
+        diverged: (fqn, part) of buffers that every rank saves for itself.
+        header_area: bytes reserved for the header of a buffer.
+        buffer_bytes: size of a buffer: header, the largest ordinary snapshot, some slack.
+        buffers: how many.
+        buffers_wanted: how many would keep every expert's newest version in memory.
+    """
+
+    plan: RankPlan
+    slots: tuple[Slot, ...]
+    stamp: tuple[int, ...]
+    diverged: frozenset[tuple[str, str]]
+    header_area: int
+    buffer_bytes: int
+    buffers: int
+    buffers_wanted: int
+
+
+def agree_on_structure(
+    session: Session, before: Structure | None, memory_bytes: int | None
+) -> Structure:
+    """Describe what is held, gather it, compare replicas (the first time), and plan. Collective.
+
+    Raises:
+        LayoutError: a parameter differs between ranks that the layout says are replicas.
+        SaveError: the memory tier does not fit.
+        StateError: some state has no form on disk.
+    """
+    regions, mine = agree(session.group, lambda: _describe(session, compare=before is None))
+    told = gather_values(session.group, mine, list[tuple[Piece, str]])
+    diverged = before.diverged if before else frozenset(_compare_replicas(told))
+    catalogues = [
+        [
+            msgspec.structs.replace(piece, rank=rank)
+            if (piece.fqn, piece.part) in diverged
+            else piece
+            for piece, _ in pieces
+        ]
+        for rank, pieces in enumerate(told)
+    ]
+    plan = plan_save(catalogues, session.rank, session.experts_per_layer)
+    stamp = session.live.stamp()
+    return agree(
+        session.group, lambda: _size(session, plan, regions, stamp, diverged, memory_bytes)
+    )
+
+
+def capture_extras(session: Session) -> list[tuple[str, bytes]]:
+    """The small state of this rank, now; everything but tensors of model and optimizer."""
+    groups = encode(capture_groups(session.live), "optimizer.param_groups")
+    return [(EXTRAS, session.extras.capture()), (OPTIMIZER_GROUPS, groups)]
+
+
+def extras_piece(name: str, nbytes: int, rank: int) -> Piece:
+    """The piece that holds one of `capture_extras`."""
+    return Piece(name, EXTRA, Box.whole((nbytes,)), "U8", rank=rank)
+
+
+def _describe(session: Session, *, compare: bool) -> tuple[list[Region], list[tuple[Piece, str]]]:
+    regions = list(session.live.regions())
+    described = [
+        (piece, digest_bytes(tensor_bytes(region.view(piece.box))) if compare else "")
+        for region in regions
+        for piece in region.pieces()
+    ]
+    return regions, described
+
+
+def _size(
+    session: Session,
+    plan: RankPlan,
+    regions: Sequence[Region],
+    stamp: tuple[int, ...],
+    diverged: frozenset[tuple[str, str]],
+    memory_bytes: int | None,
+) -> Structure:
+    per_layer = {
+        layer: session.policy.experts_per_save(count)[0]
+        for layer, count in enumerate(session.experts_per_layer)
+    }
+    mine = [*plan.dense, *(p for pieces in plan.experts.values() for p in pieces)]
+    extras = capture_extras(session)
+    pieces = in_file_order(mine)
+    # Room for the longest header there can be: every piece of this rank, and extras of any size.
+    tail = [extras_piece(name, 1 << 40, session.rank) for name, _ in extras]
+    header_area = len(make_header([*pieces, *tail]))
+    slack = 2 * sum(len(data) for _, data in extras) + _EXTRAS_SLACK_BYTES
+    size = header_area + plan.capacity(per_layer) + slack
+    buffer_bytes = -(-size // 4096) * 4096
+    wanted = (
+        max((-(-n // per_layer[m]) for m, n in enumerate(session.experts_per_layer)), default=1)
+        + _SPARE_BUFFERS
+    )
+    table: dict[tuple[str, str], list[Region]] = {}
+    for region in regions:
+        table.setdefault((region.fqn, region.part), []).append(region)
+    return Structure(
+        plan=plan,
+        slots=tuple(_slot(piece, table) for piece in pieces),
+        stamp=stamp,
+        diverged=diverged,
+        header_area=header_area,
+        buffer_bytes=buffer_bytes,
+        buffers=_count_buffers(session, buffer_bytes, wanted, memory_bytes),
+        buffers_wanted=wanted,
+    )
+
+
+def _slot(piece: Piece, table: dict[tuple[str, str], list[Region]]) -> Slot:
+    for region in table[piece.fqn, piece.part]:
+        if piece.box.numel == 0 or piece.box.intersect(region.box) == piece.box:
+            within = piece.box.within(region.box) if piece.box.sizes else ()
+            return Slot(piece, piece.nbytes, region, within)
+    raise AssertionError(f"no live tensor for planned piece {piece.name}")
+
+
+def _count_buffers(
+    session: Session, buffer_bytes: int, wanted: int, memory_bytes: int | None
+) -> int:
+    budget = memory_bytes
+    if budget is None:
+        ranks_here = session.nodes.count(session.node)
+        budget = int(usable_bytes(session.memory_dir) * _MEMORY_SHARE) // ranks_here
+    affordable = budget // buffer_bytes
+    if affordable < _MIN_BUFFERS:
+        raise SaveError(
+            f"rank {session.rank}: {_MIN_BUFFERS} buffers of {buffer_bytes} bytes do not fit into "
+            f"{budget} bytes of {session.memory_dir}; enlarge the tmpfs, name another directory "
+            "(memory_dir=), or lower k_snapshot",
+            rank=session.rank,
+            path=str(session.memory_dir),
+        )
+    return min(session.policy.buffers or wanted, affordable)
+
+
+def _compare_replicas(told: Sequence[Sequence[tuple[Piece, str]]]) -> Iterator[tuple[str, str]]:
+    """Find buffers that differ between their holders.
+
+    Raises:
+        LayoutError: a parameter or its optimizer state differs: a wrong group, or replicas that
+            have drifted apart.
+    """
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, pieces in enumerate(told):
+        for piece, digest in pieces:
+            other, expected = seen.setdefault(piece.name, (rank, digest))
+            if digest == expected:
+                continue
+            if piece.part == BUFFER and piece.layer == DENSE:
+                yield piece.fqn, piece.part
+                continue
+            group = "edp (or ep)" if piece.is_expert else "dp"
+            what = "parameter" if piece.part == WEIGHT else f"optimizer state {piece.part} of"
+            raise LayoutError(
+                f"{what} {piece.fqn} differs between ranks {other} and {rank}, which the layout "
+                f"says are replicas; is the {group} group right, and are replicas in step?"
+            )
