@@ -41,7 +41,7 @@ from moc.persist.client import orphans, stop
 from moc.persist.commit import load_manifest, load_timeline, put_attempt, roll_forward, versions_in
 from moc.persist.writer import shared_buffer
 from moc.recover.ladder import STORAGE, Fetch, Inventory, RecoveryPlan, Source, climb
-from moc.snapshot.buffers import lock_holders, read_seals, remove_dead, run_memory
+from moc.snapshot.buffers import lock_holders, read_seals, remove_dead, remove_forgotten, run_memory
 from moc.state.extras import decode
 from moc.state.groups import restore_groups
 from moc.state.live import Always, OwnedParam, Region
@@ -51,6 +51,7 @@ __all__ = ["RUN_KEY", "restore", "start_fresh"]
 
 RUN_KEY = "run.json"
 _KILL_SECS = 5.0
+_FORGOTTEN_SECS = 24 * 3600.0  # other runs' buffers that are older and unlocked are removed
 _POLL_SECS = 0.02
 _SHOWN = 8
 
@@ -58,10 +59,8 @@ _SHOWN = 8
 class _Facts(msgspec.Struct):
     """What rank 0 found in the store."""
 
-    run_id: str = ""
     timeline: Timeline = Timeline()
     manifests: list[Manifest] = []
-    folders: int = 0
     problems: list[str] = []
 
 
@@ -75,8 +74,10 @@ class _Held(msgspec.Struct):
 def restore(session: Session, asked_step: int | None, *, strict: bool) -> RestoreReport | None:
     """Restore and start the attempt; see `CheckpointManager.restore`. Collective."""
     began = knobs.monotonic()
-    facts = _identify(session, write=False)
-    seals = _memory(session) if session.run_id else ()
+    _identify(session, write=False)
+    _settle_orphans(session)
+    facts = _read_store(session)
+    seals = _memory(session)
     inventory = Inventory(
         timeline=facts.timeline,
         seals=seals,
@@ -137,7 +138,8 @@ def start_fresh(session: Session, *, force: bool) -> None:
     Raises:
         RestoreError: the run has live versions and ``force`` is not set.
     """
-    facts = _identify(session, write=True)
+    _identify(session, write=True)
+    facts = _read_store(session)
     live = [m.version.step for m in facts.manifests]
     if live and not force:
         raise RestoreError(
@@ -150,22 +152,23 @@ def start_fresh(session: Session, *, force: bool) -> None:
 # ---------------------------------------------------------------------- run, inventory, plan
 
 
-def _identify(session: Session, *, write: bool) -> _Facts:
-    """Rank 0 reads what the store holds; all ranks learn it, or its error."""
-    facts = agree(session.group, lambda: _read_store(session, write) if session.rank == 0 else None)
-    told = session.group.broadcast(msgspec.msgpack.encode(facts) if session.rank == 0 else None)
-    found = msgspec.msgpack.decode(told, type=_Facts)
-    session.run_id, session.timeline = found.run_id, found.timeline
-    return found
+def _identify(session: Session, *, write: bool) -> None:
+    """Rank 0 reads, or with ``write`` makes, the identity of the run; all ranks learn it."""
+
+    def look() -> str:
+        return _read_identity(session, write) if session.rank == 0 else ""
+
+    mine = agree(session.group, look)
+    session.run_id = session.group.broadcast(mine.encode()).decode()
 
 
-def _read_store(session: Session, write: bool) -> _Facts:
+def _read_identity(session: Session, write: bool) -> str:
     store = session.store
     try:
         run = decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
     except KeyMissing:
         if not write:
-            return _Facts()
+            return ""
         run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
         store.put_new(RUN_KEY, [encode_json(run)])
     if run.model != session.model_id:
@@ -173,49 +176,62 @@ def _read_store(session: Session, write: bool) -> _Facts:
             f"{store.url} belongs to another model (fingerprint {run.model}, this one is "
             f"{session.model_id}): parameter names, shapes or experts differ; use another directory"
         )
-    session.run_id = run.run_id
-    if not write:
-        _settle_orphans(session)
-    timeline = load_timeline(store)
-    problems = roll_forward(store, timeline)[1]
-    manifests = []
-    versions = versions_in(store)
-    for version in versions:
-        if not timeline.is_live(version):
-            continue
-        try:
-            manifests.append(load_manifest(store, version))
-        except KeyMissing:
-            problems.append(f"step {version} was never committed")
-        except DamagedError as error:
-            problems.append(str(error))
-    if not manifests and not any("damaged" in p for p in problems):
-        problems = []  # a run that died before its first commit has lost nothing
-    return _Facts(run.run_id, timeline, manifests, len(versions), problems)
+    return run.run_id
 
 
 def _settle_orphans(session: Session) -> None:
-    """Let helpers of the attempt before finish what they write, then end them.
+    """Let helpers of the attempt before finish what they write, then end them. Collective.
 
-    They may hold complete files whose receipts are on the way; what they commit after the step to
-    resume from is chosen would be lost.
+    They may hold complete files whose receipts are on the way; a commit after the step to resume
+    from is chosen would come too late.
     """
-    folder = run_memory(session.memory_dir, session.run_id)
-    if not folder.is_dir():
-        return
-    end = knobs.monotonic() + session.policy.grace_secs
-    while lock_holders(folder) and knobs.monotonic() < end:
-        knobs.sleep(_POLL_SECS)
-    stop(orphans(str(folder)), _KILL_SECS)
+
+    def settle() -> None:
+        folder = run_memory(session.memory_dir, session.run_id)
+        if not _is_lister(session) or not folder.is_dir():
+            return
+        end = knobs.monotonic() + session.policy.grace_secs
+        while lock_holders(folder) and knobs.monotonic() < end:
+            knobs.sleep(_POLL_SECS)
+        stop(orphans(str(folder)), _KILL_SECS)
+
+    agree(session.group, settle)
+
+
+def _read_store(session: Session) -> _Facts:
+    """Rank 0 finishes and lists commits; all ranks learn them, or its error."""
+
+    def look() -> _Facts:
+        if session.rank != 0 or not session.run_id:
+            return _Facts()
+        store = session.store
+        timeline = load_timeline(store)
+        problems = roll_forward(store, timeline)[1]
+        manifests = []
+        for version in filter(timeline.is_live, versions_in(store)):
+            try:
+                manifests.append(load_manifest(store, version))
+            except KeyMissing:
+                problems.append(f"step {version} was never committed")
+            except DamagedError as error:
+                problems.append(str(error))
+        if not manifests and not any("damaged" in p for p in problems):
+            problems = []  # a run that died before its first commit has lost nothing
+        return _Facts(timeline, manifests, problems)
+
+    mine = agree(session.group, look)
+    told = session.group.broadcast(msgspec.msgpack.encode(mine))
+    facts = msgspec.msgpack.decode(told, type=_Facts)
+    session.timeline = facts.timeline
+    return facts
 
 
 def _memory(session: Session) -> tuple[tuple[int, Seal], ...]:
     """Seals of all nodes; one rank of each node looks."""
 
     def look() -> _Held:
-        if not _is_lister(session):
+        if not _is_lister(session) or not session.run_id:
             return _Held(session.node, [])
-        _settle_orphans(session)
         seals = read_seals(run_memory(session.memory_dir, session.run_id))
         return _Held(session.node, [s for s in seals if s.run_id == session.run_id])
 
@@ -542,6 +558,7 @@ def _start_attempt(
     if _is_lister(session):
         folder = run_memory(session.memory_dir, session.run_id)
         remove_dead(folder, session.timeline)
+        remove_forgotten(session.memory_dir, session.run_id, knobs.now_secs() - _FORGOTTEN_SECS)
 
 
 def _is_lister(session: Session) -> bool:

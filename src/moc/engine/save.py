@@ -32,7 +32,7 @@ from moc.engine.structure import (
     capture_extras,
     extras_piece,
 )
-from moc.errors import DeadlineError, MocError, RanksDisagree, SaveError
+from moc.errors import ConfigError, DeadlineError, MocError, RanksDisagree, SaveError
 from moc.persist import messages as say
 from moc.snapshot.buffers import Buffer, BufferPool, run_memory
 from moc.snapshot.copier import CopyJob, run_copies
@@ -105,6 +105,10 @@ class Saver:
         """Save now. Collective; returns when the eager part is copied."""
         start = knobs.monotonic()
         session = self._session
+        if step < self._newest:
+            raise ConfigError(f"step {step} is saved after step {self._newest}; steps only grow")
+        if step == self._handover.marked:
+            return  # it is being persisted already, and keys are written once
         self._settle_copy()
         ticket = self._read_ticket(step)
         if self._structure is None or not ticket.unchanged:

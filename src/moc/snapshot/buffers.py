@@ -13,6 +13,8 @@ import fcntl
 import logging
 import mmap
 import os
+import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -37,12 +39,14 @@ __all__ = [
     "node_key",
     "read_seals",
     "remove_dead",
+    "remove_forgotten",
     "run_memory",
     "usable_bytes",
 ]
 
 log = logging.getLogger(__name__)
 
+_RUN_FOLDER = re.compile(r"moc-[0-9a-f]{16}")
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy takes the page faults
 
@@ -281,6 +285,28 @@ def remove_dead(folder: Path, timeline: Timeline) -> int:
             buffer = Buffer(path)
             buffer.unseal()
             removed += 1
+    return removed
+
+
+def remove_forgotten(memory_dir: Path, run_id: str, older_than: float) -> list[Path]:
+    """Remove other runs' folders that nobody has locked or touched for long.
+
+    Args:
+        memory_dir: directory of the memory tier.
+        run_id: of the run that stays in any case.
+        older_than: seconds since 1970; a folder with anything younger stays.
+    """
+    removed = []
+    for folder in sorted(memory_dir.glob("moc-*")):
+        try:
+            if folder == run_memory(memory_dir, run_id) or not _RUN_FOLDER.fullmatch(folder.name):
+                continue
+            times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+            if max(times) < older_than and not lock_holders(folder):
+                shutil.rmtree(folder)
+                removed.append(folder)
+        except OSError as error:  # another user's, or another process is faster
+            log.debug("leaving %s: %s", folder, error)
     return removed
 
 
