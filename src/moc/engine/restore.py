@@ -32,6 +32,7 @@ from moc.errors import (
     KeyExists,
     KeyMissing,
     MismatchError,
+    NothingValid,
     RanksDisagree,
     RestoreError,
     RunBusy,
@@ -89,7 +90,15 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
         _identify(session, write=True)
         _start_attempt(session, facts.timeline, 0, {}, [])
         return None
-    plan = climb(inventory, asked_step)
+    try:
+        plan = climb(inventory, asked_step)
+    except NothingValid as error:
+        if facts.manifests or facts.problems or session.policy.persist_every is None:
+            raise
+        # A node was lost before the first commit: no restart would ever find more than this one.
+        session.note("warning", 0, text=f"nothing was committed yet, starting over: {error}")
+        _start_attempt(session, facts.timeline, 0, {}, [])
+        return None
     _compare_plans(session, plan)
     inventoried = knobs.monotonic()
     while True:
