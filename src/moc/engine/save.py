@@ -42,6 +42,8 @@ from moc.state.tensors import over
 
 __all__ = ["Saver"]
 
+_LOCK_POLL_SECS = 0.001
+
 
 class Saver:
     """Saves of one rank in one attempt."""
@@ -412,9 +414,10 @@ class Saver:
         everywhere = session.restored
         if self._sealed_everywhere >= 0:
             everywhere = Version(self._sealed_everywhere, session.attempt)
-        locked: set[int] = set()
         versions = [b.version for b in pool.buffers]
         live = [v is not None and session.timeline.is_live(v) for v in versions]
+        deadline = knobs.monotonic() + session.policy.timeout_secs
+        locked: set[int] = set()
         while True:
             facts = [
                 BufferFacts(index, b.version, b.experts, index in locked)
@@ -427,6 +430,10 @@ class Saver:
                 persisting=persisting,
                 sealed_everywhere=everywhere,
             )
+            if chosen is None and locked and knobs.monotonic() < deadline:
+                knobs.sleep(_LOCK_POLL_SECS)  # a helper is digesting it
+                locked.clear()
+                continue
             if chosen is None:
                 raise SaveError(
                     f"no free buffer: {len(pool.buffers)} buffers, {len(locked)} of them locked by "

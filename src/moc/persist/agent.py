@@ -188,8 +188,9 @@ class Agent:
             with shared_buffer(message.buffer) as view:
                 seal = read_seal(message.buffer, message.version)
                 _note_digests(message.buffer, message.version, digest_records(view, seal.pieces))
-        except (OSError, DamagedError) as error:
-            # The trainer has overwritten the buffer in the meantime: nothing is lost.
+        except (BlockingIOError, DamagedError):
+            return  # the trainer has taken the buffer for a newer snapshot: nothing is lost
+        except OSError as error:
             self._say(Warned(f"snapshot of step {message.version} was not digested: {error}"))
 
     def _look_for_receipts(self, version: Version) -> None:

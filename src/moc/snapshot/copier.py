@@ -34,7 +34,7 @@ class CopyJob:
             stream = torch.cuda.Stream()
             stream.wait_event(self._event)
             with torch.cuda.stream(stream):
-                run_copies(pairs)
+                run_copies(pairs, non_blocking=True)
             stream.synchronize()
         for name, tensor in self._sources.items():
             if tensor._version != self._versions[name]:
@@ -42,7 +42,7 @@ class CopyJob:
         return ""
 
 
-def run_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def run_copies(pairs: Sequence[tuple[Tensor, Tensor]], *, non_blocking: bool = False) -> None:
     """Copy every source into its destination.
 
     One call of `_foreach_copy_` per pair of dtypes: 1.5 us a tensor instead of 3.7 us, and the
@@ -56,4 +56,4 @@ def run_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             sources.append(source)
     with torch.no_grad():
         for targets, sources in groups.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
