@@ -53,7 +53,7 @@ class CheckpointManager:
         optimizer: one optimizer or several, in an order that stays the same.
         extras: by name, anything with ``state_dict()`` and ``load_state_dict()``, or lists of
             such: scheduler, loader, scaler. RNG of torch, Python and NumPy comes by itself.
-        layout: which ranks share what; one process without expert parallelism by default.
+        layout: which ranks share what; by default all ranks are data-parallel replicas.
         policy: when to save, how much, what to keep.
         memory_dir: directory of the memory tier; ``MOC_MEMORY_DIR``, else ``/dev/shm``.
         memory_bytes: what this rank may use there; a half of what is free, shared by the ranks of
@@ -89,7 +89,7 @@ class CheckpointManager:
         self._started = False
         self._closed = False
         self._poisoned = ""
-        topology = (layout or Layout.single()).topology
+        topology = (layout or Layout.of_job()).topology
         group: Group = (
             SingleGroup() if topology.world_size == 1 else default_group(self._policy.timeout_secs)
         )

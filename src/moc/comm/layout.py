@@ -34,6 +34,13 @@ class Layout:
         return cls(Topology())
 
     @classmethod
+    def of_job(cls) -> Layout:
+        """Plain data parallelism over all ranks of the job; one process where there is no job."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return cls.from_groups()
+        return cls.single()
+
+    @classmethod
     def from_groups(
         cls,
         *,
