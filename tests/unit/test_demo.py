@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moc.demo.corpus import split_windows, standard_library_files, write_corpus
 from moc.demo.journal import Journal, Tail
-from moc.demo.launch import NodeLoss, first_error
+from moc.demo.launch import first_error
 from moc.demo.loader import Loader
 from moc.demo.model import ModelConfig, MoE, Router, Transformer
 from moc.demo.picture import draw, smooth
@@ -317,8 +317,7 @@ def test_a_commit_is_told_after_its_snapshot() -> None:
 
 def test_result_has_what_programs_expect() -> None:
     undisturbed, faulted = make_log(), make_log(resumed=16)
-    loss = NodeLoss(step=20, processes=4, nbytes=100)
-    result = _result(undisturbed, faulted, [(loss, 9.5)])
+    result = _result(undisturbed, faulted, 20, 9.5)
     assert result["undisturbed"] == {"val_loss": 2.5}
     assert result["faulted"] == {"val_loss": 2.5, "resumed_at": [16], "fault_steps": [20]}
     assert result["bytes"] == {"full": 20, "partial": 10}

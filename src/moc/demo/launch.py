@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from moc import knobs
@@ -31,19 +32,21 @@ class LaunchError(Exception):
     """The ranks failed; one line that says how and where to read more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoss:
     """What was destroyed.
 
     Attributes:
-        step: newest step that was seen before.
+        step: the last step that was made before.
         processes: how many were killed.
         nbytes: bytes of memory that were wiped.
         at: when, by the monotonic clock.
     """
 
-    def __init__(self, *, step: int, processes: int, nbytes: int) -> None:
-        self.step, self.processes, self.nbytes = step, processes, nbytes
-        self.at = time.monotonic()
+    step: int
+    processes: int
+    nbytes: int
+    at: float
 
 
 class Launch:
@@ -57,10 +60,13 @@ class Launch:
         restarts: int,
         memory_dir: Path,
         options: Sequence[str],
+        tell: Callable[[str], None],
     ) -> None:
         self.log = RunLog(world_size=ranks)
         self._run_dir, self._memory_dir = run_dir, memory_dir
         self._tails = [(rank, Tail(run_dir / f"metrics-rank{rank}.jsonl")) for rank in range(ranks)]
+        self._tell = tell
+        self._heard = time.monotonic()
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         run_dir.mkdir(parents=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -79,22 +85,17 @@ class Launch:
                 start_new_session=True,
             )
 
-    def watch(self, tell: Callable[[str], None], each_poll: Callable[[], None]) -> None:
+    def watch(self, each_poll: Callable[[], None]) -> None:
         """Follow the run to its end; ``each_poll`` is called some twenty times a second.
 
         Raises:
             LaunchError: the ranks failed, or said nothing for four minutes.
         """
-        heard = time.monotonic()
         running = True
         while running:
             running = not self._ended()
-            news = [(rank, record) for rank, tail in self._tails for record in tail.read()]
-            for rank, record in sorted(news, key=lambda item: (item[1]["at"], item[0])):
-                heard = time.monotonic()
-                for line in self.log.feed(rank, record):
-                    tell(line)
-            if running and time.monotonic() - heard > _SILENCE_SECS:
+            self._listen()
+            if running and time.monotonic() - self._heard > _SILENCE_SECS:
                 raise LaunchError(f"no sign of life for {_SILENCE_SECS:.0f} s; {self._where()}")
             each_poll()
         if self._torchrun.returncode or self.log.final is None:
@@ -102,23 +103,25 @@ class Launch:
                 f"training ended with exit code {self._torchrun.returncode}; {self._where()}"
             )
 
-    def lose_node(self, ranks: Sequence[int], memory_dir: Path) -> NodeLoss:
-        """Stop a node's processes, wipe its memory, then kill them: nothing of it survives.
+    def lose_node(self, ranks: Sequence[int], *, node: int) -> NodeLoss:
+        """Stop a node's processes, wipe its memory, then kill them: nothing of them survives.
 
         Stopped first, so that no helper saves or writes anything while its memory vanishes.
         """
-        step = self.log.step
         victims: set[int] = set()
         roots = {self.log.pids[rank] for rank in ranks}
         while found := (_descendants(roots) & self._own_processes()) - victims:
             for pid in found:  # looked for again: one may have been born meanwhile
                 _send(pid, signal.SIGSTOP)
             victims |= found
+        memory_dir = self._memory_dir / f"node{node}"
         nbytes = sum(file.stat().st_size for file in memory_dir.rglob("*") if file.is_file())
         shutil.rmtree(memory_dir, ignore_errors=True)
         for pid in victims:
             _send(pid, signal.SIGKILL)
-        return NodeLoss(step=step, processes=len(victims), nbytes=nbytes)
+        at = time.monotonic()
+        self._listen()  # the others cannot make a step without them: what is told by now is all
+        return NodeLoss(step=self.log.step, processes=len(victims), nbytes=nbytes, at=at)
 
     def close(self) -> None:
         """Kill whatever is left of the run, wait for it, and free its memory directory."""
@@ -138,6 +141,13 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    def _listen(self) -> None:
+        news = [(rank, record) for rank, tail in self._tails for record in tail.read()]
+        for rank, record in sorted(news, key=lambda item: (item[1]["at"], item[0])):
+            self._heard = time.monotonic()
+            for line in self.log.feed(rank, record):
+                self._tell(line)
 
     def _ended(self) -> bool:
         try:

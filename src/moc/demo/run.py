@@ -13,7 +13,6 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from moc.demo.corpus import write_corpus
-from moc.demo.launch import Launch, LaunchError, NodeLoss
+from moc.demo.fault import NODES, RANKS, NodeFault
+from moc.demo.launch import Launch, LaunchError
 from moc.demo.picture import draw
 from moc.demo.runlog import RunLog
 from moc.demo.screen import Screen, result_table
 
 __all__ = ["Plan", "add_arguments", "run_demo"]
-
-_RANKS, _NODES = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Plan:
 
     def options(self, data: Path, *, blocking: bool) -> list[str]:
         """Arguments of the trainer."""
-        options = ["--data", str(data), "--nodes", str(_NODES), "--ep", "2"]
+        options = ["--data", str(data), "--nodes", str(NODES), "--ep", "2"]
         options += ["--steps", str(self.steps), "--seed", str(self.seed)]
         options += ["--snapshot-every", str(self.snapshot_every)]
         options += ["--persist-every", str(self.persist_every)]
@@ -117,16 +115,17 @@ def _demo(args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     nbytes = write_corpus(data, args.data)
     screen.console.print(
         f"A Mixture-of-Experts language model learns {nbytes / 1e6:.1f} MB of "
-        f"{args.data or 'Python sources'}, byte by byte, in {_RANKS} processes on {_NODES} virtual "
+        f"{args.data or 'Python sources'}, byte by byte, in {RANKS} processes on {NODES} virtual "
         f"nodes; {steps} steps, twice.\nEverything is kept in [bold]{run_dir}[/bold].",
         highlight=False,
     )
-    undisturbed, _ = _train(plan, data, run_dir / "undisturbed", screen, fault=False)
-    faulted, losses = _train(plan, data, run_dir / "faulted", screen, fault=True)
+    undisturbed = _train(plan, data, run_dir / "undisturbed", screen)
+    faulted, fault = _train_and_lose_node(plan, data, run_dir / "faulted", screen)
+    assert fault.loss is not None
 
-    result = _result(undisturbed, faulted, losses)
+    result = _result(undisturbed, faulted, fault.loss.step, fault.recovery_secs)
     picture = run_dir / "loss.png"
-    drawn = draw(picture, undisturbed, faulted, [loss.step for loss, _ in losses])
+    drawn = draw(picture, undisturbed, faulted, result["faulted"]["fault_steps"])
     result["picture"] = str(picture) if drawn else None
     result["run_dir"] = str(run_dir)
     result["secs"] = round(time.monotonic() - began, 1)
@@ -138,97 +137,43 @@ def _demo(args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     return result
 
 
-def _train(
-    plan: Plan, data: Path, run_dir: Path, screen: Screen, *, fault: bool
-) -> tuple[RunLog, list[tuple[NodeLoss, float]]]:
-    """One run; with the fault, also what was lost and seconds until training went on."""
-    memory_dir = _memory_base() / f"moc-demo-{secrets.token_hex(4)}"
-    title = "Run 2 of 2: node 1 will be lost" if fault else "Run 1 of 2: undisturbed"
-    options = plan.options(data, blocking=not fault)
-    losses: list[tuple[NodeLoss, float]] = []
-    screen.begin(title, plan.steps)
-    try:
-        with Launch(
-            run_dir,
-            ranks=_RANKS,
-            restarts=1 if fault else 0,
-            memory_dir=memory_dir,
-            options=options,
-        ) as launch:
-            watch_fault = _fault_watcher(plan, launch, memory_dir, screen, losses)
-            nothing: Callable[[], bool] = bool
-            waiting = watch_fault if fault else nothing
-            launch.watch(
-                screen.line,
-                lambda: screen.update(launch.log, waiting="restarting" if waiting() else ""),
-            )
-            log = launch.log
-    finally:
-        screen.end()
-    assert log.final is not None
-    screen.line(f"finished: validation loss {log.final['val_loss']:.4f}", style="bold")
-    if fault and not losses:
+def _train(plan: Plan, data: Path, run_dir: Path, screen: Screen) -> RunLog:
+    """The undisturbed run, which also measures what blocking saves would cost."""
+    screen.begin("Run 1 of 2: undisturbed", plan.steps)
+    with screen, _launch(plan, data, run_dir, screen, restarts=0) as launch:
+        launch.watch(lambda: screen.update(launch.log))
+    return launch.log
+
+
+def _train_and_lose_node(
+    plan: Plan, data: Path, run_dir: Path, screen: Screen
+) -> tuple[RunLog, NodeFault]:
+    """The run that loses a node."""
+    screen.begin("Run 2 of 2: node 1 will be lost", plan.steps)
+    with screen, _launch(plan, data, run_dir, screen, restarts=1) as launch:
+        fault = NodeFault(launch, not_before=plan.fault_after, screen=screen)
+        launch.watch(fault.poll)
+    if fault.recovery_secs is None:
         raise LaunchError(
             f"no step was committed with a newer one in memory after step {plan.fault_after}, "
             "so no node was lost; try more --steps"
         )
-    return log, losses
+    return launch.log, fault
 
 
-def _fault_watcher(
-    plan: Plan,
-    launch: Launch,
-    memory_dir: Path,
-    screen: Screen,
-    losses: list[tuple[NodeLoss, float]],
-) -> Callable[[], bool]:
-    """A function for every poll: loses the node when the time has come, tells of the return.
-
-    It says whether the ranks are being restarted just now.
-    """
-    loss: NodeLoss | None = None
-
-    def poll() -> bool:
-        nonlocal loss
-        log = launch.log
-        if loss is None:
-            if log.may_lose_node(plan.fault_after):
-                victims = range(_RANKS // _NODES, _RANKS)
-                loss = launch.lose_node(victims, memory_dir / "node1")
-                screen.line(
-                    f"step {loss.step:>5}  NODE 1 LOST    ranks {victims[0]} to {victims[-1]} and "
-                    f"their helpers killed ({loss.processes} processes), its memory wiped "
-                    f"({loss.nbytes / 1e6:.1f} MB)",
-                    style="bold red",
-                )
-            return loss is not None
-        if not losses and len(log.curves) > 1 and log.curves[-1]:
-            losses.append((loss, time.monotonic() - loss.at))
-            _tell_restore(screen, log, losses[-1][1])
-        return not losses
-
-    return poll
-
-
-def _tell_restore(screen: Screen, log: RunLog, secs: float) -> None:
-    report = log.reports[-1]
-    if report is None:
-        screen.line("nothing to restore was found; starting again", style="bold red")
-        return
-    screen.line(
-        f"step {report['step']:>5}  restored       training goes on {secs:.1f} s after the loss "
-        f"(restore itself {report['secs']['total']:.2f} s)",
-        style="bold green",
+def _launch(plan: Plan, data: Path, run_dir: Path, screen: Screen, *, restarts: int) -> Launch:
+    return Launch(
+        run_dir,
+        ranks=RANKS,
+        restarts=restarts,
+        memory_dir=_memory_base() / f"mocdemo-{secrets.token_hex(4)}",
+        options=plan.options(data, blocking=not restarts),
+        tell=screen.line,
     )
-    for name, sources in report["by_class"].items():
-        parts = [f"{source} {n / 1e6:.1f} MB" for source, n in sources.items() if n]
-        screen.line(f"            {name}: {', '.join(parts)}", style="green")
-    for reason in report["reasons"]:
-        screen.line(f"            {reason}", style="green")
 
 
 def _result(
-    undisturbed: RunLog, faulted: RunLog, losses: list[tuple[NodeLoss, float]]
+    undisturbed: RunLog, faulted: RunLog, fault_step: int, recovery_secs: float | None
 ) -> dict[str, Any]:
     """The figures for programs."""
     assert undisturbed.final is not None
@@ -240,7 +185,7 @@ def _result(
         "faulted": {
             "val_loss": faulted.final["val_loss"],
             "resumed_at": [report["step"] for report in reports],
-            "fault_steps": [loss.step for loss, _ in losses],
+            "fault_steps": [fault_step],
         },
         "bytes": {"full": full, "partial": partial},
         "stall_secs": {"blocking": undisturbed.blocking_secs(), "moc": undisturbed.stall_secs()},
@@ -249,7 +194,7 @@ def _result(
         "sources": reports[-1]["sources"],
         "by_class": reports[-1]["by_class"],
         "oldest_expert_age_steps": reports[-1]["oldest_expert_age"],
-        "recovery_secs": losses[-1][1],
+        "recovery_secs": recovery_secs,
     }
 
 

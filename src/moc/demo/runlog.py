@@ -104,9 +104,11 @@ class RunLog:
     def _on_blocking(self, rank: int, record: Record) -> None:
         self._blocking.setdefault(record["step"], []).append(record["secs"])
 
-    def _on_end(self, rank: int, record: Record) -> None:
-        if rank == 0:
-            self.final = record
+    def _on_end(self, rank: int, record: Record) -> list[str]:
+        if rank != 0:
+            return []
+        self.final = record
+        return [f"step {self.step:>5}  finished       validation loss {record['val_loss']:.4f}"]
 
     def _on_event(self, rank: int, record: Record) -> list[str]:
         attempt, step, kind = record["attempt"], record["step"], record["event"]

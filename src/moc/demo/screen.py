@@ -17,7 +17,7 @@ from rich.table import Table
 
 from moc.demo.runlog import RunLog
 
-__all__ = ["Screen", "result_table"]
+__all__ = ["Screen", "named_sources", "result_table"]
 
 
 class Screen:
@@ -58,7 +58,11 @@ class Screen:
         """A line that stays."""
         self.console.print(f"  {text}", style=style, highlight=False, soft_wrap=True)
 
-    def end(self) -> None:
+    def __enter__(self) -> Screen:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         if self._progress is not None:
             self._progress.stop()
@@ -98,7 +102,7 @@ def result_table(result: dict[str, Any]) -> Table:
     )
     table.add_row("back at work after", f"{result['recovery_secs']:.1f} s (processes restarted)")
     for name, sources in result["by_class"].items():
-        table.add_row(f"{name} restored from", _sources(sources))
+        table.add_row(f"{name} restored from", named_sources(sources))
     table.add_row("oldest expert", f"{result['oldest_expert_age_steps']} steps behind")
     table.add_row("tokens lost to experts", f"{result['lost_tokens']:,} (PLT {result['plt']:.2%})")
     return table
@@ -108,11 +112,13 @@ def _secs(secs: float | None) -> str:
     return "?" if secs is None else f"{1000 * secs:.1f} ms"
 
 
-def _sources(sources: dict[str, int]) -> str:
+def named_sources(sources: dict[str, int]) -> str:
+    """Where bytes came from, for people."""
     words = {
         "memory": "memory, same step",
         "memory_older": "memory, older step",
-        "peer": "a peer's memory",
+        "peer": "a peer's memory, same step",
+        "peer_older": "a peer's memory, older step",
         "storage": "storage, same step",
         "storage_older": "storage, older step",
     }
