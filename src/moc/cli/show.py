@@ -138,30 +138,22 @@ def _draw(url: str, manifest: Manifest, timeline: Timeline) -> None:
             f"{head.k_snapshot}, K_persist {head.k_persist}"
         )
     console.print()
-    rows = [(f.key, draw.size(f.nbytes)) for f in sorted(manifest.files, key=lambda f: f.key)]
-    console.print(draw.table("Files that it needs", ("file", "size"), rows, "file"))
+    files = [(f.key, draw.size(f.nbytes)) for f in sorted(manifest.files, key=lambda f: f.key)]
+    console.print(draw.table("Files that it needs", ("file", "size"), files, "file"))
     if head.layers:
         _draw_ages(manifest)
         _draw_tokens(manifest)
     console.print()
-    columns = [
-        "attempt",
-        "started (UTC)",
-        "resumed at",
-        "ranks",
-        "K",
-        "lost tokens",
-        "restored from",
-        "host",
-    ]
-    console.print(
-        draw.table(
-            "Attempts",
-            columns,
-            (_attempt_row(record) for record in timeline.attempts),
-            "restored from,host",
-        )
-    )
+    columns = ("attempt", "started (UTC)", "from step", "ranks", "K", "lost", "host:pid")
+    rows = [_attempt_row(record) for record in timeline.attempts]
+    title = "Attempts (K: K_snapshot/K_persist; lost: tokens, by the fault before)"
+    console.print(draw.table(title, columns, rows, "host:pid"))
+    for record in timeline.attempts:
+        parts = [
+            f"{draw.size(n)} {name.replace('_', ' ')}" for name, n in record.sources.items() if n
+        ]
+        if parts:
+            console.print(f"attempt {record.attempt} restored from: {', '.join(parts)}")
     if head.left_out:
         console.print(f"\nLeft out by rule: {', '.join(head.left_out)}", soft_wrap=True)
 
@@ -178,31 +170,20 @@ def _draw_ages(manifest: Manifest) -> None:
     fit = max(1, (console.width - _LABEL_COLUMNS) // cell)
     # Lines of a power of two, so that experts stand below one another in every layer.
     per_line = widest if widest <= fit else 1 << (fit.bit_length() - 1)
-    labels = _labels(manifest, ages, per_line)
-    label = min(_LABEL_COLUMNS, max(map(len, ["MoE layer", *labels])) + 1)
+    names = [draw.printable(name) for name in manifest.head.layers]
+    label = min(_LABEL_COLUMNS, max(map(len, ["MoE layer", *names])) + 1)
     console.print()
     console.print("Age of each expert, in steps (0: written by this step)", style="bold")
     console.print(
         f"{'MoE layer':<{label}}" + "".join(f"{e:>{cell}}" for e in range(per_line)), style="dim"
     )
-    names = iter(labels)
-    for row in ages:
+    for name, row in zip(names, ages, strict=True):
+        short = name if len(name) < label else ".." + name[3 - label :]
         for start in range(0, len(row), per_line):
-            name = draw.printable(next(names))
-            line = Text(f"{name[1 - label :]:<{label}}")
+            line = Text(f"{f'  from {start}' if start else short:<{label}}")
             for age in row[start : start + per_line]:
                 line.append(f"{age:>{cell}}", style=draw.age_style(age, oldest))
             console.print(line, no_wrap=True)
-
-
-def _labels(manifest: Manifest, ages: list[list[int]], per_line: int) -> list[str]:
-    """Name of a layer, with the first expert of the line where a layer takes several."""
-
-    return [
-        f"{layer} +{start}" if len(row) > per_line else layer
-        for layer, row in zip(manifest.head.layers, ages, strict=True)
-        for start in range(0, len(row), per_line)
-    ]
 
 
 def _draw_tokens(manifest: Manifest) -> None:
@@ -215,9 +196,6 @@ def _draw_tokens(manifest: Manifest) -> None:
 
 
 def _attempt_row(record: AttemptRecord) -> tuple[str, ...]:
-    sources = ", ".join(
-        f"{name.replace('_', ' ')} {draw.size(n)}" for name, n in record.sources.items() if n
-    )
     return (
         str(record.attempt),
         draw.when(record.time),
@@ -225,7 +203,6 @@ def _attempt_row(record: AttemptRecord) -> tuple[str, ...]:
         str(record.world_size),
         f"{record.k_snapshot}/{record.k_persist}",
         f"{sum(map(sum, record.lost)):,}",
-        sources or "-",
         f"{record.host}:{record.pid}",
     )
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _QUIET_SECS = 2.0  # what takes no longer needs no progress bar
+_SHOWN = 50  # pieces; a lost disk damages thousands
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,16 +119,21 @@ def _open_progress() -> Progress:
 
 def _draw(url: str, report: VerifyReport, secs: float) -> None:
     console = draw.console()
-    if report.damaged:
-        rows = [(d.file, d.piece or "-", d.why) for d in report.damaged]
-        columns = ("file", "piece", "what is wrong")
-        console.print(draw.table(f"Damaged in {url}", columns, rows, ",".join(columns)))
-        console.print()
-    steps = ", ".join(str(v.step) for v in report.steps) or "none"
+    file = ""
+    for damage in report.damaged[:_SHOWN]:
+        if damage.file != file:
+            file = damage.file
+            console.print(draw.printable(file), style="bold", soft_wrap=True)
+        piece = f"{damage.piece}: " if damage.piece else ""
+        console.print(draw.printable(f"    {piece}{damage.why}"), style="red", soft_wrap=True)
+    if len(report.damaged) > _SHOWN:
+        console.print(f"and {len(report.damaged) - _SHOWN:,} more; --json lists all")
+    steps = [v.step for v in report.steps]
+    told = f"{len(steps)} committed steps, {steps[0]} to {steps[-1]}" if steps else "no step yet"
     console.print(
         f"{'DAMAGED' if report.damaged else 'ok'}: {report.pieces:,} pieces, "
-        f"{draw.size(report.nbytes)} in {report.files} files read in {secs:.1f} s; "
-        f"committed steps: {steps}",
+        f"{draw.size(report.nbytes)} in {report.files} files of {url} read in {secs:.1f} s; "
+        f"{told}",
         style="bold red" if report.damaged else "bold green",
         soft_wrap=True,
     )

@@ -136,6 +136,7 @@ def survey(store: Store) -> Survey:
     steps: list[StepSummary] = []
     other: list[Aside] = []
     pending: list[Version] = []
+    needed: set[str] = set()
     for version in versions:
         folder = step_dir(version)
         if not timeline.is_live(version):
@@ -144,18 +145,22 @@ def survey(store: Store) -> Survey:
             pending.append(version)
         else:
             try:
-                steps.append(_summary(store, version, inside))
+                step = _summary(store, version)
             except (DamagedError, StoreError) as error:
                 other.append(Aside(folder, f"damaged: {error}"))
-    needed = {f.key.partition("/")[0] for step in steps for f in step.files}
+                continue
+            needed |= {f.key.partition("/")[0] for f in step.files}
+            missing = _missing_files(step, inside)
+            if missing:
+                told = f"damaged: it needs {missing[0]}, which is missing"
+                more = f" (and {len(missing) - 1} more)" * (len(missing) > 1)
+                other.append(Aside(folder, told + more))
+            else:
+                steps.append(step)
     for version in pending:
         folder = step_dir(version)
-        retired = folder in needed
-        why = (
-            "retired, and kept for experts that later steps need"
-            if retired
-            else _why_uncommitted(store, version, inside[folder])
-        )
+        retired = "retired, and kept for experts that later steps need"
+        why = retired if folder in needed else _why_uncommitted(store, version, inside[folder])
         other.append(Aside(folder, why))
     looks_alike = [n for n in names if parse_step_dir(n) is None and _looks_like_step(n)]
     other += [Aside(name, "not a name that MoC gives; left alone") for name in looks_alike]
@@ -164,16 +169,17 @@ def survey(store: Store) -> Survey:
     )
 
 
-def _summary(store: Store, version: Version, inside: Mapping[str, set[str]]) -> StepSummary:
+def _summary(store: Store, version: Version) -> StepSummary:
     key = manifest_key(version)
     step = decode_json(store.get(key), StepSummary, key)
     if step.version != version:
         raise DamagedError(f"{key} is the manifest of step {step.version}")
-    for file in step.files:
-        folder, _, name = file.key.partition("/")
-        if name not in inside.get(folder, ()):
-            raise DamagedError(f"it needs {file.key}, which is missing")
     return step
+
+
+def _missing_files(step: StepSummary, inside: Mapping[str, set[str]]) -> list[str]:
+    parts = [f.key.partition("/") for f in step.files]
+    return [f"{folder}/{name}" for folder, _, name in parts if name not in inside.get(folder, ())]
 
 
 def _why_dead(timeline: Timeline, version: Version) -> str:
@@ -198,7 +204,7 @@ def _why_uncommitted(store: Store, version: Version, names: set[str]) -> str:
     missing = _missing_ranks(version, names, world_size)
     if missing:
         return f"not committed: of {world_size} receipts, those of ranks {missing} are missing"
-    return f"not committed: all {world_size} receipts are there, so the next start can finish it"
+    return "not committed, though all receipts are there: the next start can finish it"
 
 
 def _missing_ranks(version: Version, names: set[str], world_size: int) -> Sequence[int]:

@@ -8,7 +8,7 @@ written, printed or repaired here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar
 
@@ -123,6 +123,7 @@ class _Verifier:
         run = self._run_info()
         timeline = self._attempts()
         manifests = self._manifests(timeline, steps)
+        by_version = {m.version: m for m in manifests}
         known: dict[tuple[int, int, Version], tuple[str, object]] = {}
         for manifest in manifests:
             if run is not None and manifest.head.model != run.model:
@@ -132,6 +133,7 @@ class _Verifier:
                 self._add(manifest_key(manifest.version), problem)
                 continue
             self._references(manifest, timeline)
+            self._compare_base(manifest, by_version)
             self._receipts(manifest)
             self._compare_manifests(manifest, known)
             self._collect(manifest)
@@ -209,8 +211,8 @@ class _Verifier:
                 found.add(version.step)
                 continue
             self._add_lacks(key, lacks)
-            if not _is_time(manifest.created):
-                self._add(key, f"created={manifest.created!r} is no time")
+            if not _is_time(manifest.created) or manifest.format < 1:
+                self._add(key, "format or time make no sense")
             manifests.append(manifest)
             found.add(version.step)
         absent = sorted(set(steps or ()) - found)
@@ -237,8 +239,14 @@ class _Verifier:
                         "not live",
                     )
         for record in (*manifest.dense, *manifest.experts):
-            if record.offset + record.piece.nbytes > manifest.files[record.file].nbytes:
-                self._add(key, "the piece lies beyond the end of its file", record.piece.name)
+            piece, file = record.piece, manifest.files[record.file]
+            if record.offset + piece.nbytes > file.nbytes:
+                self._add(key, "the piece lies beyond the end of its file", piece.name)
+            origin = parse_step_dir(file.key.partition("/")[0])
+            if piece.is_expert and origin is not None:
+                version = manifest.versions[piece.layer][piece.expert]
+                if origin > version:
+                    self._add(key, f"it says step {version} of a piece of {origin}", piece.name)
 
     def _receipts(self, manifest: Manifest) -> None:
         """A manifest says what its receipts said."""
@@ -247,7 +255,7 @@ class _Verifier:
         for rank in range(manifest.world_size):
             name = receipt_key(version, rank)
             try:
-                receipt = self._decode(name, Receipt)[0]
+                receipt, lacks = self._decode(name, Receipt)
             except KeyMissing:
                 self._maybe_retired.append(
                     (Damage(name, "", "missing, though no restore needs it"), {version})
@@ -256,6 +264,7 @@ class _Verifier:
             except (DamagedError, StoreError) as error:
                 self._add(name, str(error))
                 continue
+            self._add_lacks(name, lacks)
             if (receipt.version, receipt.rank, receipt.world_size) != (
                 version,
                 rank,
@@ -280,6 +289,23 @@ class _Verifier:
             told = {place for r in receipts for place in _places(r.pieces, r.files)}
             for piece in _first_names(in_manifest - told):
                 self._add(key, "no receipt says so about the piece", piece)
+
+    def _compare_base(self, manifest: Manifest, by_version: Mapping[Version, Manifest]) -> None:
+        """Experts that a step did not save have the versions of the step it builds on."""
+        base = by_version.get(manifest.head.base) if manifest.head.base else None
+        if base is None or _shape_problem(base):
+            return  # a full save, or one whose base was retired
+        if list(map(len, base.versions)) != list(map(len, manifest.versions)):
+            self._add(manifest_key(manifest.version), f"it has other experts than {base.version}")
+            return
+        for layer, ids in enumerate(manifest.head.saved):
+            for expert, version in enumerate(manifest.versions[layer]):
+                if expert not in ids and version != base.versions[layer][expert]:
+                    self._add(
+                        manifest_key(manifest.version),
+                        f"expert {expert} of MoE layer {layer} has another version than in step "
+                        f"{base.version}, which it builds on",
+                    )
 
     def _compare_manifests(
         self, manifest: Manifest, known: dict[tuple[int, int, Version], tuple[str, object]]
@@ -383,11 +409,14 @@ class _Verifier:
         """
         data = self._store.get(key)
         value = decode_json(data, kind, key)
-        there = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        lacks = [name for name in kind.__struct_fields__ if name not in there]
-        if "head" in there and isinstance(getattr(value, "head", None), CommitHead):
-            head = msgspec.json.decode(there["head"], type=dict[str, msgspec.Raw])
-            lacks += [f"head.{n}" for n in CommitHead.__struct_fields__ if n not in head]
+        try:
+            there = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            lacks = [name for name in kind.__struct_fields__ if name not in there]
+            if "head" in there and isinstance(getattr(value, "head", None), CommitHead):
+                head = msgspec.json.decode(there["head"], type=dict[str, msgspec.Raw])
+                lacks += [f"head.{n}" for n in CommitHead.__struct_fields__ if n not in head]
+        except msgspec.MsgspecError as error:  # in the name of a field that is passed over
+            raise DamagedError(f"{key} is damaged: {error}") from error
         return value, lacks
 
     def _add_lacks(self, key: str, lacks: Sequence[str]) -> None:
