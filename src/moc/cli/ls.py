@@ -77,7 +77,7 @@ def _draw(url: str, found: Survey) -> None:
             for step in found.steps
         ]
         console.print(draw.table(title, columns, rows))
-        console.print("bytes, experts: written by the step itself; oldest: an expert's age in steps")
+        console.print("bytes, experts: of the step's own files; oldest: an expert's age in steps")
     else:
         console.print(f"{title}\nno committed step yet")
     if found.other:
