@@ -344,11 +344,15 @@ def test_the_rank_to_blame_is_not_the_one_that_lost_its_peer(tmp_path: Path) -> 
     }
     for rank, text in errors.items():
         for attempt in range(2):
-            folder = tmp_path / "run" / f"attempt_{attempt}" / str(rank)
+            folder = tmp_path / "logs" / "run" / f"attempt_{attempt}" / str(rank)
             folder.mkdir(parents=True)
             (folder / "stderr.log").write_text(text if attempt else "ValueError: old")
     assert first_error(tmp_path).startswith("KeyError: 'lr' (see ")
     assert "attempt_1/1/stderr.log" in first_error(tmp_path)
+    (tmp_path / "logs" / "run" / "attempt_1" / "1" / "stderr.log").unlink()
+    assert "onnection" in first_error(tmp_path)
+    (tmp_path / "torchrun.log").write_text("traceback : Signal 9 (SIGKILL) received by PID 12\n")
+    assert first_error(tmp_path).startswith("Signal 9 (SIGKILL) received by PID 12 (see ")
 
 
 # ---------------------------------------------------------------------------------------- command

@@ -26,6 +26,7 @@ _SILENCE_SECS = 240.0
 _ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception): .*)$", re.MULTILINE
 )
+_SIGNAL_LINE = re.compile(r"Signal \d+ \(SIG(?!TERM)\w+\) received by PID \d+")
 
 
 class LaunchError(Exception):
@@ -167,17 +168,17 @@ class Launch:
         return found
 
     def _where(self) -> str:
-        cause = first_error(self._run_dir / "logs")
-        return cause or f"see {self._run_dir / 'torchrun.log'}"
+        return first_error(self._run_dir) or f"see {self._run_dir / 'torchrun.log'}"
 
 
-def first_error(logs: Path) -> str:
+def first_error(run_dir: Path) -> str:
     """What the newest attempt's ranks died of, and the file that says more; "" if unknown.
 
-    A rank that lost its peer tells of a connection; one that tells of anything else is to blame.
+    A rank that lost its peer tells of a connection; one that tells of anything else is to blame,
+    and one that was killed tells nothing: of that, torchrun does.
     """
     by_attempt: dict[Path, list[tuple[bool, str]]] = {}
-    for path in sorted(logs.glob("*/attempt_*/*/stderr.log")):
+    for path in sorted(run_dir.glob("logs/*/attempt_*/*/stderr.log")):
         found = _ERROR_LINE.findall(path.read_text(errors="replace"))
         if found:
             error = found[-1]
@@ -185,7 +186,12 @@ def first_error(logs: Path) -> str:
             by_attempt.setdefault(path.parent.parent, []).append(
                 (consequence, f"{error[:300]} (see {path})")
             )
-    return min(by_attempt[max(by_attempt)])[1] if by_attempt else ""
+    consequence, text = min(by_attempt[max(by_attempt)]) if by_attempt else (True, "")
+    report = run_dir / "torchrun.log"
+    if consequence and report.exists():
+        signals = _SIGNAL_LINE.findall(report.read_text(errors="replace"))
+        return f"{signals[-1]} (see {report})" if signals else text
+    return text
 
 
 def _all_pids() -> list[int]:

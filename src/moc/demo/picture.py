@@ -63,8 +63,8 @@ def draw(target: Path, undisturbed: RunLog, faulted: RunLog, fault_steps: Sequen
     for fault in fault_steps:
         upper.annotate(
             f"node lost at step {fault}",
-            (fault, 1),
-            (4, -12),
+            (fault, 0.6),
+            (4, 0),
             color=_FAULT,
             xycoords=("data", "axes fraction"),
             textcoords="offset points",

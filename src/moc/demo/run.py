@@ -103,8 +103,8 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     began = time.monotonic()
-    steps = args.steps or (160 if args.quick else 480)
-    plan = Plan(steps=steps, snapshot_every=5 if args.quick else 10, seed=args.seed)
+    steps = args.steps or (160 if args.quick else 400)
+    plan = Plan(steps=steps, snapshot_every=5 if args.quick else 8, seed=args.seed)
     if steps < 8 * plan.snapshot_every:
         raise ValueError(f"--steps {steps}: at least {8 * plan.snapshot_every}, to lose a node in")
     run_dir: Path = args.run_dir or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
