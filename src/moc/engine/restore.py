@@ -179,7 +179,10 @@ def _read_identity(session: Session, write: bool) -> str:
         if not write:
             return ""
         run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
-        store.put_new(RUN_KEY, [encode_json(run)])
+        try:
+            store.put_new(RUN_KEY, [encode_json(run)])
+        except KeyExists:  # another start was faster; the attempt's number decides who goes on
+            run = decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
     if run.model != session.model_id:
         raise RunBusy(
             f"{store.url} belongs to another model (fingerprint {run.model}, this one is "
