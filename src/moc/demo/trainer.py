@@ -49,7 +49,7 @@ class Ranks:
 def join(ep_size: int) -> Ranks:
     """Meet the other ranks that torchrun started."""
     if "RANK" not in os.environ:
-        return Ranks(device=torch.device("cpu"))
+        return Ranks(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() >= local_size
     if gpus:
