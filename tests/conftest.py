@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
 
 from tests.support.job import Spec
+from tests.support.tiny import Managers
+
+# Machines differ and are busy: what a case costs is no property. CI draws the same cases always.
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 @pytest.fixture
@@ -39,3 +48,14 @@ def spec(tmp_path: Path, memory_dir: Path, text: Path) -> Callable[..., Spec]:
         return Spec(run_dir=tmp_path / "run", memory=memory, text=text, **options)
 
     return make
+
+
+@pytest.fixture
+def managers(tmp_path: Path, memory_dir: Path) -> Iterator[Managers]:
+    """Makes `CheckpointManager` objects in this process and ends them after the test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # no pool of threads may live where other tests fork
+    made = Managers(tmp_path / "run", memory_dir)
+    yield made
+    made.close()
+    torch.set_num_threads(threads)

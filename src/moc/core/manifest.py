@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from moc.core.digest import digest_bytes
 from moc.core.piece import PieceRecord
 from moc.core.versions import Version
 from moc.errors import DamagedError
@@ -36,6 +37,7 @@ __all__ = [
     "parse_step_dir",
     "receipt_key",
     "seal_path",
+    "sign",
     "step_dir",
 ]
 
@@ -44,6 +46,8 @@ FORMAT = 1
 
 _STEP_DIR = re.compile(r"step-(\d{8,})-a(\d{4,})")
 _ATTEMPT = re.compile(r"attempts/(\d{4,})\.json")
+
+_DIGEST_START = b'{"digest":"'
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -179,6 +183,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version_lost: list[list[int]]
     format: int = FORMAT
     created: str = ""
+
+
+class _Format(msgspec.Struct):
+    """What tells whether the rest can be read at all."""
+
+    format: int = FORMAT
 
 
 def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = "") -> Manifest:
@@ -325,8 +335,13 @@ def parse_attempt_key(key: str) -> int | None:
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """One line of JSON."""
-    return msgspec.json.encode(value) + b"\n"
+    """One line of JSON whose first field is the digest of the rest: no digit may change unseen."""
+    return sign(msgspec.json.encode(value))
+
+
+def sign(body: bytes) -> bytes:
+    """A JSON object with the digest of its bytes as its first field, and a line end."""
+    return _DIGEST_START + digest_bytes(body).encode() + b'",' + body[1:] + b"\n"
 
 
 def decode_json(data: bytes, kind: type[S], what: str) -> S:
@@ -340,11 +355,16 @@ def decode_json(data: bytes, kind: type[S], what: str) -> S:
     Raises:
         DamagedError: the bytes are not such a value, or of a newer format.
     """
+    start = len(_DIGEST_START)
+    digest, body = data[start : start + 16], b"{" + data[start + 18 :].removesuffix(b"\n")
+    if not data.startswith(_DIGEST_START) or digest != digest_bytes(body).encode():
+        raise DamagedError(f"{what} is damaged: its digest does not fit")
     try:
-        value = msgspec.json.decode(data, type=kind)
+        written = msgspec.json.decode(body, type=_Format).format
+        if written > FORMAT:
+            raise DamagedError(
+                f"{what} has format {written}; this version of moc reads up to {FORMAT}"
+            )
+        return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise DamagedError(f"{what} is damaged: {error}") from error
-    written = getattr(value, "format", FORMAT)
-    if written > FORMAT:
-        raise DamagedError(f"{what} has format {written}; this version of moc reads up to {FORMAT}")
-    return value

@@ -20,7 +20,7 @@ from moc import knobs
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box, bounding_shape, uncovered
 from moc.core.digest import digest_bytes
-from moc.core.manifest import Manifest, RunInfo, Seal, decode_json, encode_json
+from moc.core.manifest import Manifest, RunInfo, Seal, encode_json
 from moc.core.piece import EXTRA, STEP_OF_EXPERT
 from moc.core.tokens import planned_routed, plt, plt_unique
 from moc.core.versions import AttemptRecord, Timeline, Version
@@ -40,6 +40,7 @@ from moc.errors import (
 )
 from moc.persist.client import orphans, stop
 from moc.persist.commit import load_manifest, load_timeline, put_attempt, roll_forward, versions_in
+from moc.persist.survey import RUN_KEY, find_run, read_run
 from moc.persist.writer import shared_buffer
 from moc.recover.ladder import STORAGE, Fetch, Inventory, RecoveryPlan, Source, climb
 from moc.snapshot.buffers import lock_holders, read_seals, remove_dead, remove_forgotten, run_memory
@@ -48,9 +49,8 @@ from moc.state.groups import restore_groups
 from moc.state.live import Always, OwnedParam, Region
 from moc.state.tensors import over
 
-__all__ = ["RUN_KEY", "restore", "start_fresh"]
+__all__ = ["restore", "start_fresh"]
 
-RUN_KEY = "run.json"
 _KILL_SECS = 5.0
 _FORGOTTEN_SECS = 24 * 3600.0  # other runs' buffers that are older and unlocked are removed
 _POLL_SECS = 0.02
@@ -173,16 +173,15 @@ def _identify(session: Session, *, write: bool) -> None:
 
 def _read_identity(session: Session, write: bool) -> str:
     store = session.store
-    try:
-        run = decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
-    except KeyMissing:
+    run = find_run(store)
+    if run is None:
         if not write:
             return ""
         run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
         try:
             store.put_new(RUN_KEY, [encode_json(run)])
         except KeyExists:  # another start was faster; the attempt's number decides who goes on
-            run = decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
+            run = read_run(store)
     if run.model != session.model_id:
         raise RunBusy(
             f"{store.url} belongs to another model (fingerprint {run.model}, this one is "

@@ -27,7 +27,7 @@ from moc.errors import ConfigError, DamagedError, KeyMissing, StoreError
 from moc.persist.commit import load_timeline
 from moc.store import LocalStore, Store
 
-__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "read_run", "survey"]
+__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "find_run", "read_run", "survey"]
 
 RUN_KEY = "run.json"
 
@@ -101,11 +101,10 @@ class _Writer(msgspec.Struct):
     world_size: int
 
 
-def read_run(store: Store) -> RunInfo:
-    """Identity of the run in a store.
+def find_run(store: Store) -> RunInfo | None:
+    """Identity of the run in a store, None where there is none.
 
     Raises:
-        ConfigError: there is no run.
         DamagedError: there is one, without a whole ``run.json``.
     """
     try:
@@ -115,9 +114,22 @@ def read_run(store: Store) -> RunInfo:
         if "attempts" in names or any(parse_step_dir(name) for name in names):
             raise DamagedError(
                 f"{store.url}: {RUN_KEY} is missing beside steps or attempts; copy it back, or "
-                "the next start takes the directory for an empty one"
+                "use an empty directory"
             ) from None
-        raise ConfigError(f"no run at {store.url}: {_hint(store, names)}") from None
+        return None
+
+
+def read_run(store: Store) -> RunInfo:
+    """Identity of the run in a store.
+
+    Raises:
+        ConfigError: there is no run.
+        DamagedError: there is one, without a whole ``run.json``.
+    """
+    run = find_run(store)
+    if run is None:
+        raise ConfigError(f"no run at {store.url}: {_hint(store, store.children())}")
+    return run
 
 
 def survey(store: Store) -> Survey:

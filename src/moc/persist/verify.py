@@ -157,13 +157,10 @@ class _Verifier:
 
     def _run_info(self) -> RunInfo | None:
         try:
-            read_run(self._store)
-            run, lacks = self._decode(RUN_KEY, RunInfo)
+            return read_run(self._store)
         except DamagedError as error:
             self._add(RUN_KEY, str(error))
             return None
-        self._add_lacks(RUN_KEY, lacks)
-        return run
 
     def _attempts(self) -> Timeline:
         """The timeline of all records that can be read."""
@@ -175,11 +172,10 @@ class _Verifier:
                 continue
             seen.add(number)
             try:
-                record, lacks = self._decode(key, AttemptRecord)
+                record = decode_json(self._store.get(key), AttemptRecord, key)
             except (DamagedError, StoreError) as error:
                 self._add(key, str(error))
                 continue
-            self._add_lacks(key, lacks)
             if record.attempt != number:
                 self._add(key, f"it is the record of attempt {record.attempt}")
                 continue
@@ -201,7 +197,7 @@ class _Verifier:
                 continue
             key = manifest_key(version)
             try:
-                manifest, lacks = self._decode(key, Manifest)
+                manifest = decode_json(self._store.get(key), Manifest, key)
                 if manifest.version != version:
                     raise DamagedError(f"it is the manifest of step {manifest.version}")
             except KeyMissing:
@@ -210,7 +206,6 @@ class _Verifier:
                 self._add(key, str(error))
                 found.add(version.step)
                 continue
-            self._add_lacks(key, lacks)
             if not _is_time(manifest.created) or manifest.format < 1:
                 self._add(key, "format or time make no sense")
             manifests.append(manifest)
@@ -255,7 +250,7 @@ class _Verifier:
         for rank in range(manifest.world_size):
             name = receipt_key(version, rank)
             try:
-                receipt, lacks = self._decode(name, Receipt)
+                receipt = decode_json(self._store.get(name), Receipt, name)
             except KeyMissing:
                 self._maybe_retired.append(
                     (Damage(name, "", "missing, though no restore needs it"), {version})
@@ -264,7 +259,6 @@ class _Verifier:
             except (DamagedError, StoreError) as error:
                 self._add(name, str(error))
                 continue
-            self._add_lacks(name, lacks)
             if (receipt.version, receipt.rank, receipt.world_size) != (
                 version,
                 rank,
@@ -401,27 +395,6 @@ class _Verifier:
         for damage, versions in self._maybe_retired:
             if any(self._store.exists(manifest_key(version)) for version in versions):
                 self._damaged.add(damage)
-
-    def _decode(self, key: str, kind: type[S]) -> tuple[S, list[str]]:
-        """A record, and the fields that every writer writes and that are not there.
-
-        A name that a flipped bit has changed is an unknown field, and would pass for absent.
-        """
-        data = self._store.get(key)
-        value = decode_json(data, kind, key)
-        try:
-            there = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-            lacks = [name for name in kind.__struct_fields__ if name not in there]
-            if "head" in there and isinstance(getattr(value, "head", None), CommitHead):
-                head = msgspec.json.decode(there["head"], type=dict[str, msgspec.Raw])
-                lacks += [f"head.{n}" for n in CommitHead.__struct_fields__ if n not in head]
-        except msgspec.MsgspecError as error:  # in the name of a field that is passed over
-            raise DamagedError(f"{key} is damaged: {error}") from error
-        return value, lacks
-
-    def _add_lacks(self, key: str, lacks: Sequence[str]) -> None:
-        if lacks:
-            self._add(key, f"fields are missing: {', '.join(lacks)}")
 
 
 def _shape_problem(manifest: Manifest) -> str:

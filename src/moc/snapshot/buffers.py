@@ -313,8 +313,6 @@ def remove_forgotten(memory_dir: Path, run_id: str, older_than: float) -> list[P
 def _seal_facts(buffer: Path) -> Seal | None:
     path = seal_path(str(buffer))
     try:
-        return msgspec.structs.replace(
-            msgspec.json.decode(Path(path).read_bytes(), type=Seal), pieces=[]
-        )
-    except (FileNotFoundError, msgspec.MsgspecError, DamagedError):
+        return msgspec.structs.replace(decode_json(Path(path).read_bytes(), Seal, path), pieces=[])
+    except (OSError, DamagedError):
         return None

@@ -1,0 +1,78 @@
+"""The ticket: whatever ranks have to say, all of them read the same."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.choose.pick import ChooseState
+from moc.choose.policy import Policy
+from moc.choose.ticket import Ticket, Words, decide
+
+POLICY = Policy(snapshot_every=5, persist_every=10, k_snapshot=4, k_persist=1)
+HOLDERS = [[0, 0, 0, 0, 2, 2, 2, 2]] * 2
+
+
+def words(rank: int, **changes: int) -> Words:
+    facts = {"step": 20, "attempt": 1, "plan": 77, "unchanged": 1, "sealed": 15, "failed": -1}
+    known = {"committed": 10, "abandoned": -1} if rank == 0 else {}
+    return Words(**{**facts, **known, **changes})
+
+
+def together(*said: Words) -> Ticket:
+    return Ticket.unpack([min(column) for column in zip(*(w.pack() for w in said), strict=True)])
+
+
+def test_rank_0_alone_speaks_of_commits() -> None:
+    ticket = together(words(0), words(1), words(2))
+    assert ticket.differ == ()
+    assert (ticket.committed, ticket.abandoned, ticket.sealed) == (10, -1, 15)
+    assert ticket.unchanged
+
+
+def test_the_slowest_seal_and_the_newest_failure_count() -> None:
+    ticket = together(words(0), words(1, sealed=10, failed=10), words(2, unchanged=0))
+    assert (ticket.sealed, ticket.failed, ticket.unchanged) == (10, 10, False)
+
+
+@given(
+    st.sampled_from(["step", "attempt", "plan"]), st.integers(0, 1 << 61), st.integers(0, 1 << 61)
+)
+def test_a_difference_is_seen_by_all(field: str, one: int, other: int) -> None:
+    ticket = together(words(0, **{field: one}), words(1, **{field: other}))
+    assert ticket.differ == ((field,) if one != other else ())
+
+
+def test_a_save_is_marked_only_when_the_one_before_is_resolved() -> None:
+    state = ChooseState.fresh([8, 8])
+
+    def marked(last: int, **said: int) -> bool:
+        ticket = together(words(0, **said), words(1))
+        return decide(20, ticket, state, HOLDERS, POLICY, last_marked=last, has_base=True).marked
+
+    assert marked(10)
+    assert not marked(15, committed=10), "15 is still outstanding"
+    assert marked(15, committed=15)
+    assert marked(15, abandoned=15)
+    assert not marked(20), "not due again"
+
+
+def test_without_a_base_a_marked_save_is_full() -> None:
+    state = ChooseState.fresh([8, 8])
+    ticket = together(words(0, committed=-1), words(1))
+    first = decide(5, ticket, state, HOLDERS, POLICY, last_marked=-1, has_base=False)
+    assert (first.marked, first.full) == (True, True)
+    assert first.choice.persist == (tuple(range(8)),) * 2
+    later = decide(25, ticket, state, HOLDERS, POLICY, last_marked=5, has_base=False)
+    assert not later.marked, "the first one is outstanding"
+    partial = decide(20, ticket, state, HOLDERS, POLICY, last_marked=-1, has_base=True)
+    assert [len(ids) for ids in partial.choice.snapshot] == [4, 4]
+    assert [len(ids) for ids in partial.choice.persist] == [1, 1]
+
+
+def test_memory_only_marks_nothing() -> None:
+    policy = Policy(snapshot_every=5, persist_every=None)
+    ticket = together(words(0, committed=-1), words(1))
+    state = ChooseState.fresh([8, 8])
+    decision = decide(20, ticket, state, HOLDERS, policy, last_marked=-1, has_base=False)
+    assert (decision.marked, decision.full) == (False, False)
