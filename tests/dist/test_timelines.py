@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.job import Job, Outcome, Spec, assert_equal, merged, run_job, wait_at
+from tests.support.job import Outcome, Spec, assert_equal, merged, run_job, wait_at
 from tests.support.oracle import Files
 from tests.support.orphans import helpers_of, wait_for_helpers
+from tests.support.start import Start, alone
 
 import moc
 from moc.core.manifest import attempt_key, encode_json, manifest_key, receipt_key, step_dir
 from moc.core.versions import AttemptRecord, Version
-from moc.demo.trainer import Ranks
 from moc.errors import NothingValid, RestoreError, RunBusy, StepNotFound
 from moc.persist import messages as say
 from moc.persist.agent import Agent
@@ -232,45 +232,12 @@ def test_a_buffer_that_an_orphan_reads_is_not_overwritten(
 # --------------------------------------------------------------------- one process, many starts
 
 
-def alone(work: Callable[[Spec], None], spec: Callable[..., Spec], **options: Any) -> None:
-    """Run it in a forked process, as one rank."""
-    job = spec(policy=EACH, nodes=1, ep=1, zero=False, **options)
-    run_ranks(lambda _rank: work(job), 1, init=False)
+@pytest.fixture
+def one(spec: Callable[..., Spec]) -> Spec:
+    return spec(policy=EACH, nodes=1, ep=1, zero=False)
 
 
-class Start:
-    """One start of the job in this process."""
-
-    def __init__(self, job: Spec, directory: Any = None, **options: Any) -> None:
-        self.job = Job(job, Ranks(device=torch.device("cpu")))
-        self.events: list[moc.Event] = []
-        self.manager = moc.CheckpointManager(
-            directory or job.run_dir,
-            model=self.job.model,
-            optimizer=self.job.optimizers,
-            extras={"scheduler": self.job.schedulers, "loader": self.job.loader},
-            policy=job.policy,
-            memory_dir=job.memory[0],
-            on_event=self.events.append,
-            **options,
-        )
-
-    def __enter__(self) -> Start:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.manager.__exit__(*error)
-
-    def train(self, *steps: int) -> dict[str, torch.Tensor]:
-        """Steps, each committed where it is due; the state after the last."""
-        for step in steps:
-            self.job.step()
-            self.manager.step(step)
-            self.manager.wait()
-        return self.job.snapshot()
-
-
-def test_an_older_step_comes_back_and_no_other_in_its_place(spec: Callable[..., Spec]) -> None:
+def test_an_older_step_comes_back_and_no_other_in_its_place(one: Spec) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
             assert start.manager.restore() is None
@@ -287,11 +254,11 @@ def test_an_older_step_comes_back_and_no_other_in_its_place(spec: Callable[..., 
         with Start(job) as start, pytest.raises(StepNotFound, match="step 6"):
             start.manager.restore(6)  # the history went on from 4: it is no part of it
 
-    alone(work, spec)
+    alone(work, one)
 
 
 def test_a_step_that_is_damaged_is_not_replaced_by_another_when_asked_for(
-    spec: Callable[..., Spec],
+    one: Spec,
 ) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
@@ -310,10 +277,10 @@ def test_a_step_that_is_damaged_is_not_replaced_by_another_when_asked_for(
         with Start(job) as start:
             assert start.manager.restore().step == 2
 
-    alone(work, spec)
+    alone(work, one)
 
 
-def test_a_forgotten_restore_and_a_fresh_start(spec: Callable[..., Spec]) -> None:
+def test_a_forgotten_restore_and_a_fresh_start(one: Spec) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
             start.train(1, 2)  # without restore(): there is nothing to lose
@@ -329,10 +296,10 @@ def test_a_forgotten_restore_and_a_fresh_start(spec: Callable[..., Spec]) -> Non
             assert (report.step, report.restored_attempt) == (4, 2)
             assert_equal(start.job.snapshot(), again)
 
-    alone(work, spec)
+    alone(work, one)
 
 
-def test_another_model_is_refused(spec: Callable[..., Spec]) -> None:
+def test_another_model_is_refused(one: Spec) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
             start.train(1, 2)
@@ -346,7 +313,7 @@ def test_another_model_is_refused(spec: Callable[..., Spec]) -> None:
             manager.restore()
         assert _tree(job.run_dir) == before
 
-    alone(work, spec)
+    alone(work, one)
 
 
 class Beaten(RecordingStore):
@@ -363,7 +330,7 @@ class Beaten(RecordingStore):
         return super().put_new(key, chunks)
 
 
-def test_of_two_starts_at_once_one_gets_the_run(spec: Callable[..., Spec]) -> None:
+def test_of_two_starts_at_once_one_gets_the_run(one: Spec) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
             state = start.train(1, 2)
@@ -379,10 +346,10 @@ def test_of_two_starts_at_once_one_gets_the_run(spec: Callable[..., Spec]) -> No
             assert start.manager.restore().attempt == 3
             assert_equal(start.job.snapshot(), state)
 
-    alone(work, spec)
+    alone(work, one)
 
 
-def test_two_first_starts_at_once_make_one_run(spec: Callable[..., Spec], tmp_path: Path) -> None:
+def test_two_first_starts_at_once_make_one_run(one: Spec, tmp_path: Path) -> None:
     def work(job: Spec) -> None:
         with Start(job.but(run_dir=tmp_path / "rival")) as start:
             start.manager.restore()
@@ -392,7 +359,7 @@ def test_two_first_starts_at_once_make_one_run(spec: Callable[..., Spec], tmp_pa
             start.train(1, 2)
         assert (job.run_dir / "run.json").read_bytes() == run
 
-    alone(work, spec)
+    alone(work, one)
 
 
 def test_half_of_what_was_never_committed_is_nothing(spec: Callable[..., Spec]) -> None:

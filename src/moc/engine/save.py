@@ -43,6 +43,7 @@ from moc.state.tensors import over
 __all__ = ["Saver"]
 
 _LOCK_POLL_SECS = 0.001
+_ROUND_SECS = 0.5  # between looks at how the other ranks fare, in `wait`
 
 
 class Saver:
@@ -168,20 +169,16 @@ class Saver:
         if step < 0:
             return
         deadline = knobs.monotonic() + session.policy.timeout_secs
-        problem = ""
-        while not fate.is_over(step) and not problem:
-            left = deadline - knobs.monotonic()
-            fate.listen(min(max(left, 0.0), 1.0))
-            if left <= 0:
-                problem = f"its helper said nothing of step {step} in time"
-        if fate.failed >= step:
-            problem = "persist failed"
-        elif fate.abandoned >= step:
-            problem = "the coordinator gave it up"
-        mine = (problem, fate.committed, fate.abandoned, fate.failed)
-        told = gather_values(session.group, mine, tuple[str, int, int, int])
-        committed, abandoned = told[0][1], told[0][2]
-        self._apply_fate(committed, abandoned, max(failed for *_, failed in told))
+        while True:  # in rounds: a rank that failed must not leave the others waiting
+            problem = self._hear_of(step, deadline)
+            mine = (problem, fate.committed, fate.abandoned, fate.failed, fate.is_over(step))
+            told = gather_values(session.group, mine, tuple[str, int, int, int, bool])
+            committed, abandoned = told[0][1], told[0][2]
+            failed = max(f for _, _, _, f, _ in told)
+            if any(text for text, *_, over in told if not over) or all(o for *_, o in told):
+                break
+            self._abandon_hopeless(committed, abandoned, failed)
+        self._apply_fate(committed, abandoned, failed)
         session.flush()
         if committed < step:
             fate.failed = max(fate.failed, step)
@@ -276,13 +273,31 @@ class Saver:
             )
         return ticket
 
+    def _hear_of(self, step: int, deadline: float) -> str:
+        """Listen until this rank is done with a step, for one round at most; what went wrong."""
+        fate, end = self._handover, min(deadline, knobs.monotonic() + _ROUND_SECS)
+        while not fate.is_over(step):
+            left = end - knobs.monotonic()
+            fate.listen(max(left, 0.0))
+            if left <= 0:
+                break
+        if fate.failed >= step:
+            return "persist failed"
+        if fate.abandoned >= step:
+            return "the coordinator gave it up"
+        if not fate.is_over(step) and knobs.monotonic() >= deadline:
+            return f"its helper said nothing of step {step} in time"
+        return ""
+
     def _learn(self, ticket: Ticket) -> None:
         self._sealed_everywhere = ticket.sealed
         self._apply_fate(ticket.committed, ticket.abandoned, ticket.failed)
+        self._abandon_hopeless(ticket.committed, ticket.abandoned, ticket.failed)
+
+    def _abandon_hopeless(self, committed: int, abandoned: int, failed: int) -> None:
+        """Where some rank cannot deliver, the coordinator need not wait for its receipt."""
         marked = self._handover.marked
-        hopeless = ticket.failed == marked > max(ticket.committed, ticket.abandoned)
-        if hopeless and self._session.rank == 0:
-            # Some rank cannot deliver; the coordinator need not wait for its receipt.
+        if self._session.rank == 0 and failed == marked > max(committed, abandoned):
             version = Version(marked, self._session.attempt)
             self._handover.tell(say.Abandon(version, "a rank's persist failed"))
 
@@ -293,10 +308,12 @@ class Saver:
             if step == committed:
                 choice = self._pending.pop(step)
                 self._state = self._state.committed(step, choice.persist)
-                session.base = Version(step, session.attempt)
-                fate.committed = max(fate.committed, step)
             elif step < committed or (step <= max(abandoned, failed) and step != fate.marked):
                 self._pending.pop(step)
+        # Also a commit that was given up already: retention has taken the one before it.
+        if committed > (session.base.step if session.base else -1):
+            session.base = Version(committed, session.attempt)
+            fate.committed = max(fate.committed, committed)
 
     def _restructure(self) -> None:
         session, pool = self._session, self._pool

@@ -194,19 +194,23 @@ class Agent:
             self._say(Warned(f"snapshot of step {message.version} was not digested: {error}"))
 
     def _look_for_receipts(self, version: Version) -> None:
+        is_late = knobs.monotonic() > self._deadline
+        manifest, trouble = None, ""
         try:
             manifest = commit(self._store, version)
+            if manifest is None and is_late:
+                missing = missing_receipts(self._store, version, self._hello.world_size)
+                trouble = f"no receipt of ranks {missing} within the deadline"
         except (StoreError, OSError, DamagedError) as error:
+            trouble = f"commit failed until the deadline: {error}"
             self._say(Warned(f"commit of step {version} failed, trying again: {error}"))
-            manifest = None
         if manifest is not None:
             self._awaited = None
             nbytes = sum(f.nbytes for f in manifest.files if _is_of(f, version))
             self._say(Committed(version, nbytes, knobs.monotonic() - self._since))
             self._after_commit(version)
-        elif knobs.monotonic() > self._deadline:
-            missing = missing_receipts(self._store, version, self._hello.world_size)
-            self._give_up(f"no receipt of ranks {missing} within the deadline")
+        elif is_late:
+            self._give_up(trouble)
         else:
             self._pause = min(self._pause * 2, _POLL_SECS[1])
 
