@@ -46,8 +46,9 @@ class Plan:
 
     @property
     def fault_after(self) -> int:
-        """From this step on the node may be lost."""
-        return round(0.6 * self.steps)
+        """From this step on the node may be lost: at 60 %, when a snapshot is ahead of storage."""
+        persists = int(0.6 * self.steps / self.persist_every)
+        return persists * self.persist_every + self.snapshot_every + 2
 
     @property
     def blocking_at(self) -> list[int]:

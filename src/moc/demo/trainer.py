@@ -237,7 +237,8 @@ def train(args: argparse.Namespace, ranks: Ranks, journal: Journal) -> None:
                 journal.write("blocking", step=step, secs=secs, nbytes=nbytes)
             if step % args.validate_every == 0 and step < args.steps:
                 journal.write("validation", step=step, loss=trainer.validate(4))
-        journal.write("end", val_loss=trainer.validate(32), stats=manager.stats())
+        val_loss = trainer.validate(32)
+    journal.write("end", val_loss=val_loss, stats=manager.stats())
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
