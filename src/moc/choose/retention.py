@@ -119,7 +119,8 @@ class Sweep(msgspec.Struct, frozen=True):
         keep: committed versions that stay, oldest first.
         retire: committed versions whose manifest goes, oldest first; from then on they do not
             exist, so that a crash in between leaves only files that the next sweep deletes.
-        delete: keys of data files and receipts that no kept step needs, sorted.
+        delete: keys of receipts and data files that no kept step needs. Receipts come first:
+            with all of its receipts there, a step whose data is half gone would be committed anew.
     """
 
     keep: tuple[Version, ...] = ()
@@ -187,7 +188,7 @@ def sweep(
         return version < complete[-1] or not timeline.is_live(version)
 
     delete = []
-    for key in sorted(listed - marked):
+    for key in sorted(listed - marked, key=lambda k: (not k.endswith(".receipt"), k)):
         folder, _, name = key.partition("/")
         found = parse_step_dir(folder)
         if found is not None and _SWEPT.fullmatch(name) and swept(found):

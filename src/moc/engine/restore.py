@@ -113,7 +113,7 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
         inventory = msgspec.structs.replace(
             inventory,
             struck=inventory.struck | {place for place, _ in bad},
-            problems=(*inventory.problems, *sorted({text for _, text in bad})),
+            problems=(*inventory.problems, *_once_per_file(bad)),
         )
         try:
             plan = climb(inventory, asked_step)
@@ -623,6 +623,17 @@ def _report(
         unexpected=names[1],
         reasons=list(plan.reasons),
     )
+
+
+def _once_per_file(bad: _Bad) -> list[str]:
+    """A line for every file with bad or missing pieces: one lost file holds hundreds."""
+    by_file: dict[tuple[int, str], list[str]] = {}
+    for (node, file, _), text in sorted(bad):
+        by_file.setdefault((node, file), []).append(text)
+    return [
+        texts[0] + (f" (and {len(texts) - 1} more pieces of it)" if len(texts) > 1 else "")
+        for texts in by_file.values()
+    ]
 
 
 def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
