@@ -121,6 +121,8 @@ class Buffer:
             BlockingIOError: another process reads it.
             SaveError: there is no room in memory.
         """
+        if self._descriptor >= 0 and not self.path.exists():
+            self.close()  # somebody has wiped the directory: what was in it is lost, not the run
         if self._descriptor < 0:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
