@@ -33,6 +33,7 @@ from moc.state.live import LiveState, unwrap
 from moc.state.routers import TokenCounter
 from moc.store import open_store
 from moc.store.base import Store
+from moc.store.wrap import RetryingStore
 
 __all__ = ["CheckpointManager"]
 
@@ -104,7 +105,12 @@ class CheckpointManager:
         memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR)
 
         def look() -> tuple[Store, LiveState, Extras, str]:
-            store = open_store(directory) if isinstance(directory, str | os.PathLike) else directory
+            # A read that fails once must not cost a step; the helper has tries of its own.
+            store = (
+                RetryingStore(open_store(directory))
+                if isinstance(directory, str | os.PathLike)
+                else directory
+            )
             plain = LiveState(model, optimizers)
             found = build_expert_map(plain.shapes, experts, topology.ep_rank, topology.ep_size)
             return (
