@@ -154,7 +154,9 @@ class CheckpointManager:
 
         Args:
             step: a step to go back to; there is no falling back from it.
-            strict: whether names must be the same in checkpoint and model.
+            strict: whether names must be the same in checkpoint and model. Without it, what is on
+                one side only is left alone and reported; a run of another model is only read
+                then, and saving into it is refused.
 
         Returns:
             What was restored and what it cost; None only where there is nothing yet.
@@ -163,7 +165,8 @@ class CheckpointManager:
             NothingValid: something is there, but nothing whole.
             StepNotFound: the step asked for does not exist, or is not whole.
             MismatchError: the checkpoint does not fit the model; nothing was changed.
-            RunBusy: another model, or another job, owns the directory.
+            RunBusy: another job owns the directory, or another model does and nothing is there to
+                restore.
         """
         self._check_open()
         if self._started:
@@ -178,6 +181,13 @@ class CheckpointManager:
                 if "undefined" in str(error):
                     self._poisoned = str(error)
                 raise
+        if self._session.is_foreign:
+            self._poisoned = (
+                f"{self._session.store.url} belongs to another model: it was read, and is not "
+                "written; save to another directory, with a manager of its own"
+            )
+            self._session.flush()
+            return report
         self._begin()
         if report is not None:
             self._session.note(

@@ -23,7 +23,7 @@ from tests.support.start import Start, alone
 import moc
 from moc.core.manifest import attempt_key, encode_json, manifest_key, receipt_key, step_dir
 from moc.core.versions import AttemptRecord, Version
-from moc.errors import NothingValid, RestoreError, RunBusy, StepNotFound
+from moc.errors import MismatchError, NothingValid, RestoreError, RunBusy, StepNotFound
 from moc.persist import messages as say
 from moc.persist.agent import Agent
 from moc.persist.commit import commit
@@ -308,7 +308,7 @@ def test_another_model_is_refused(one: Spec) -> None:
         options = {"policy": job.policy, "memory_dir": job.memory[0]}
         with (
             moc.CheckpointManager(job.run_dir, model=other, **options) as manager,
-            pytest.raises(RunBusy, match="another model"),
+            pytest.raises(MismatchError, match="another model"),
         ):
             manager.restore()
         assert _tree(job.run_dir) == before

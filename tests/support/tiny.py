@@ -150,8 +150,7 @@ def whole(pieces: dict[str, Tensor], fqn: str, part: str = "weight") -> Tensor:
     if found[0][1].dim() == 0:
         return found[0][1]
     shape = [
-        max(offset[i] + value.shape[i] for offset, value in found)
-        for i in range(found[0][1].dim())
+        max(offset[i] + value.shape[i] for offset, value in found) for i in range(found[0][1].dim())
     ]
     result = torch.empty(shape, dtype=found[0][1].dtype)
     for offsets, value in found:
@@ -200,7 +199,7 @@ class Managers:
 
     def vanish(self, manager: moc.CheckpointManager) -> None:
         """End a manager as an exception in the ``with`` block does, and its helper."""
-        helper = manager._saver._helper
+        helper = manager._saver._handover._helper
         manager.__exit__(RuntimeError, RuntimeError("gone"), None)
         if helper is not None:
             helper._process.wait(30)

@@ -29,6 +29,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         attempt: this rank's attempt.
         plan: digest of this rank's save plan, 0 before there is one.
         unchanged: 1 while the live state has the structure that was planned, else 0.
+        settled: 1 if that cannot change between the posting and the save, else 0.
         sealed: newest step sealed on this rank, -1 for none.
         failed: newest marked step whose persist failed on this rank, -1 for none.
         committed: newest committed step, -1 for none; rank 0 knows, others pass None.
@@ -39,6 +40,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     plan: int
     unchanged: int
+    settled: int = 1
     sealed: int
     failed: int
     committed: int | None = None
@@ -58,6 +60,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
             -self.failed,
             _NEUTRAL if self.committed is None else self.committed,
             _NEUTRAL if self.abandoned is None else self.abandoned,
+            self.settled,
         ]
 
 
@@ -66,7 +69,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         agreed: names of the fields in which ranks differ; empty when all is well.
-        unchanged: whether every rank's structure is the planned one.
+        unchanged: whether every rank's structure was the planned one when it posted.
+        settled: whether it then stays so until the save, on every rank.
         sealed: newest step that every rank has sealed.
         failed: newest marked step whose persist failed on some rank.
         committed: newest committed step.
@@ -75,6 +79,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     differ: tuple[str, ...]
     unchanged: bool
+    settled: bool
     sealed: int
     failed: int
     committed: int
@@ -87,6 +92,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             differ=tuple(name for name, i in pairs if words[i] != -words[i + 1]),
             unchanged=words[6] == 1,
+            settled=words[11] == 1,
             sealed=words[7],
             failed=-words[8],
             committed=words[9],

@@ -45,7 +45,7 @@ from moc.persist.writer import shared_buffer
 from moc.recover.ladder import STORAGE, Fetch, Inventory, RecoveryPlan, Source, climb
 from moc.snapshot.buffers import lock_holders, read_seals, remove_dead, remove_forgotten, run_memory
 from moc.state.extras import decode
-from moc.state.groups import restore_groups
+from moc.state.groups import match_groups, restore_groups
 from moc.state.live import Always, OwnedParam, Region
 from moc.state.tensors import over
 
@@ -76,7 +76,8 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
     """Restore and start the attempt; see `CheckpointManager.restore`. Collective."""
     began = knobs.monotonic()
     _identify(session, write=False)
-    _settle_orphans(session)
+    if not session.is_foreign:
+        _settle_orphans(session)
     facts = _read_store(session)
     seals = _memory(session)
     inventory = Inventory(
@@ -105,7 +106,7 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
         loader = _Loader(session, plan)
         missing, unexpected = loader.check(strict=strict)
         try:
-            bad = loader.load()
+            bad = loader.load(strict=strict)
         except StoreError as error:
             raise RestoreError(f"restore of step {plan.version} failed: {error}") from error
         if not bad:
@@ -113,12 +114,14 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
         inventory = msgspec.structs.replace(
             inventory,
             struck=inventory.struck | {place for place, _ in bad},
-            problems=(*inventory.problems, *_once_per_file(bad)),
+            why={**inventory.why, **dict(bad)},
         )
+        for text in _once_per_file(bad) if session.rank == 0 else ():
+            session.note("warning", plan.version.step, text=text)
         try:
             plan = climb(inventory, asked_step)
         except RestoreError as error:
-            raise RestoreError(
+            raise type(error)(
                 f"{error}; the model's contents are undefined now, start from a new process"
             ) from error
         _compare_plans(session, plan)
@@ -129,7 +132,10 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
     session.base, session.base_versions = plan.base, plan.base_versions
     session.lost, session.restored = plan.lost, plan.version
     session.routed = plan.head.routed
-    _start_attempt(session, facts.timeline, plan.version.step, sources, plan.fault_lost)
+    if session.is_foreign and not missing and not unexpected:
+        session.model_id = session.run_model  # the same, but for how ranks share it
+    if not session.is_foreign:
+        _start_attempt(session, facts.timeline, plan.version.step, sources, plan.fault_lost)
     return _report(
         session,
         plan,
@@ -164,30 +170,31 @@ def start_fresh(session: Session, *, force: bool) -> None:
 def _identify(session: Session, *, write: bool) -> None:
     """Rank 0 reads, or with ``write`` makes, the identity of the run; all ranks learn it."""
 
-    def look() -> str:
-        return _read_identity(session, write) if session.rank == 0 else ""
+    def look() -> tuple[str, str]:
+        return _read_identity(session, write) if session.rank == 0 else ("", "")
 
     mine = agree(session.group, look)
-    session.run_id = session.group.broadcast(mine.encode()).decode()
+    told = session.group.broadcast(msgspec.msgpack.encode(mine))
+    session.run_id, session.run_model = msgspec.msgpack.decode(told, type=tuple[str, str])
 
 
-def _read_identity(session: Session, write: bool) -> str:
+def _read_identity(session: Session, write: bool) -> tuple[str, str]:
     store = session.store
     run = find_run(store)
     if run is None:
         if not write:
-            return ""
+            return "", ""
         run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
         try:
             store.put_new(RUN_KEY, [encode_json(run)])
         except KeyExists:  # another start was faster; the attempt's number decides who goes on
             run = read_run(store)
-    if run.model != session.model_id:
+    if write and run.model != session.model_id:
         raise RunBusy(
             f"{store.url} belongs to another model (fingerprint {run.model}, this one is "
             f"{session.model_id}): parameter names, shapes or experts differ; use another directory"
         )
-    return run.run_id
+    return run.run_id, run.model
 
 
 def _settle_orphans(session: Session) -> None:
@@ -217,7 +224,7 @@ def _read_store(session: Session) -> _Facts:
             return _Facts()
         store = session.store
         timeline = load_timeline(store)
-        problems = roll_forward(store, timeline)[1]
+        problems = [] if session.is_foreign else roll_forward(store, timeline)[1]
         manifests = []
         for version in filter(timeline.is_live, versions_in(store)):
             try:
@@ -289,7 +296,8 @@ class _Loader:
             MismatchError: shapes or dtypes differ, or (strict) names do.
         """
         regions = list(self._session.live.model_regions())
-        missing, differing = [], []
+        missing: list[str] = []
+        differing = self._other_layers()
         for region in regions:
             label = f"{region.fqn} ({region.part})"
             entry = self._table.get((region.fqn, region.part))
@@ -327,14 +335,43 @@ class _Loader:
             )
         return all_missing, unexpected
 
-    def load(self) -> list[tuple[tuple[int, str, int], str]]:
+    def _other_layers(self) -> list[str]:
+        """MoE layers are compared even without ``strict``: experts are counted by them."""
+        head, here = self._plan.head, self._session.live.experts
+        saved = dict(zip(head.layers, map(len, head.routed), strict=True))
+        now = dict(zip(here.layers, here.experts, strict=True))
+        return [
+            f"MoE layer {name}: {saved.get(name, 'no')} experts in the checkpoint, "
+            f"{now.get(name, 'none')} in the model"
+            for name in {**saved, **now}
+            if saved.get(name) != now.get(name)
+        ]
+
+    def load(self, *, strict: bool) -> _Bad:
         """Read, verify and copy everything this rank wants. Collective.
 
         Returns:
             Places whose bytes were bad or gone, on any rank, with a line about each.
+
+        Raises:
+            MismatchError: optimizers or extras differ; nothing was touched by this call.
         """
+        bad = self._fetch([f for f in self._fetches if f.piece.part == EXTRA])
+        if bad:
+            return bad
+        agree(self._session.group, lambda: self._check_small(strict=strict))
         self._adopt_optimizer_state()
-        wanted = [f for f in self._fetches if self._is_wanted(f)]
+        return self._fetch(
+            [f for f in self._fetches if f.piece.part != EXTRA and self._is_wanted(f)]
+        )
+
+    def _check_small(self, *, strict: bool) -> None:
+        if OPTIMIZER_GROUPS in self._extras:
+            match_groups(self._session.live, decode(self._extras[OPTIMIZER_GROUPS]))
+        if EXTRAS in self._extras and strict:
+            self._session.extras.check(self._extras[EXTRAS])
+
+    def _fetch(self, wanted: Sequence[Fetch]) -> _Bad:
         chosen = [(f, self._source(f)) for f in wanted]
         bad: list[tuple[tuple[int, str, int], str]] = []
         with ExitStack() as stack:
@@ -415,8 +452,6 @@ class _Loader:
 
     def _is_wanted(self, fetch: Fetch) -> bool:
         piece = fetch.piece
-        if piece.part == EXTRA:
-            return True
         return any(
             piece.box.numel == 0 or target.region.box.intersect(piece.box) is not None
             for target in self._targets.get((piece.fqn, piece.part), ())
@@ -644,7 +679,7 @@ def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
 def _tell_mismatch(
     version: Version, missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
 ) -> str:
-    lines = [f"step {version} does not fit this model; nothing was changed"]
+    lines = [f"step {version} is of another model, or does not fit this one; nothing was changed"]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("unexpected in the checkpoint", unexpected),

@@ -66,6 +66,7 @@ class Saver:
         self._posted: tuple[int, Pending] | None = None
         self._pending: dict[int, Choice] = {}
         self._newest = -1
+        self._decided = -1  # newest marked step whose fate all ranks learned together, in `wait`
         self._sealed = -1
         self._sealed_everywhere = -1
         self._last_persisted: tuple[tuple[int, ...], ...] = ()
@@ -112,13 +113,17 @@ class Saver:
             raise ConfigError(f"step {step} is saved after step {self._newest}; steps only grow")
         if step == self._handover.marked:
             return  # it is being persisted already, and keys are written once
+        if forced:
+            self._let_finish()
         self._settle_copy()
         ticket = self._read_ticket(step)
-        if self._structure is None or not ticket.unchanged:
+        if self._has_other_structure(ticket):
             self._restructure()
         structure = self._structure
         assert structure is not None
         self._learn(ticket)
+        if self._decided >= self._handover.marked:  # the ticket was posted before that
+            ticket = msgspec.structs.replace(ticket, abandoned=max(ticket.abandoned, self._decided))
         decision = decide(
             step,
             ticket,
@@ -131,7 +136,8 @@ class Saver:
             forced=forced,
         )
         counts = session.tokens.counts().reshape(-1).tolist()
-        counted = session.group.post_sum(counts)
+        changed = int(structure.stamp != session.live.stamp())
+        counted = session.group.post_sum([*counts, changed])
         self._newest = step
         if decision.marked:
             self._handover.marked = step
@@ -179,6 +185,7 @@ class Saver:
                 break
             self._abandon_hopeless(committed, abandoned, failed)
         self._apply_fate(committed, abandoned, failed)
+        self._decided = step
         session.flush()
         if committed < step:
             fate.failed = max(fate.failed, step)
@@ -239,6 +246,7 @@ class Saver:
             attempt=session.attempt,
             plan=structure.plan.digest if structure else 0,
             unchanged=int(structure is not None and structure.stamp == session.live.stamp()),
+            settled=int(not session.live.may_grow(stepped=self._gate.steps > 0)),
             sealed=self._sealed,
             failed=fate.failed,
             committed=fate.committed if is_coordinator else None,
@@ -288,6 +296,28 @@ class Saver:
         if not fate.is_over(step) and knobs.monotonic() >= deadline:
             return f"its helper said nothing of step {step} in time"
         return ""
+
+    def _has_other_structure(self, ticket: Ticket) -> bool:
+        """Whether any rank holds something else than was planned. Collective.
+
+        The ticket was posted before the optimizer step, which may have brought new state.
+        """
+        session, structure = self._session, self._structure
+        if structure is None or not ticket.unchanged:
+            return True
+        if ticket.settled:
+            return False
+        return not all(gather_values(session.group, structure.stamp == session.live.stamp(), bool))
+
+    def _let_finish(self) -> None:
+        """Before a save that is asked for: one persist at a time, and this one is to be marked."""
+        if self._decided >= self._handover.marked:
+            return
+        try:
+            self.wait()
+        except SaveError:
+            if self._session.policy.on_error == "raise":
+                raise
 
     def _learn(self, ticket: Ticket) -> None:
         self._sealed_everywhere = ticket.sealed
@@ -398,7 +428,12 @@ class Saver:
                 buffer.release()
                 self._tear(step, torn)
                 return
-            totals = counted.wait(session.policy.timeout_secs)
+            *totals, changed = counted.wait(session.policy.timeout_secs)
+            if changed:
+                buffer.release()
+                text = f"snapshot of step {step} lacks optimizer state that has just appeared"
+                self._handover.fail(step, text)
+                return
             routed = _by_layer(totals, session.experts_per_layer)
             whole = msgspec.structs.replace(head, routed=routed)
             buffer.put_seal(msgspec.structs.replace(seal, head=whole))

@@ -40,10 +40,11 @@ class Session:
         live: the model and its optimizers.
         extras: the user's other objects.
         tokens: counts routed tokens.
-        model_id: fingerprint, as in ``run.json``.
+        model_id: fingerprint of this model.
         nodes: node number of every rank; ranks of one number share a memory tier.
         on_event: the user's callback.
         run_id: of the run, empty before `restore`.
+        run_model: fingerprint of the model that the run belongs to, as in ``run.json``.
         timeline: attempts, this one included after `restore`.
         attempt: number of this attempt, 0 before `restore`.
         resumed_step: step that this attempt resumed from.
@@ -66,6 +67,7 @@ class Session:
     nodes: list[int]
     on_event: Callable[[Event], None] | None = None
     run_id: str = ""
+    run_model: str = ""
     timeline: Timeline = field(default_factory=Timeline)
     attempt: int = 0
     resumed_step: int = 0
@@ -75,6 +77,11 @@ class Session:
     restored: Version | None = None
     routed: Totals = field(default_factory=list)
     _events: deque[Event] = field(default_factory=deque)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the run belongs to another model: then it is read and never written."""
+        return self.run_model not in ("", self.model_id)
 
     @property
     def rank(self) -> int:

@@ -62,6 +62,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
             they are known.
         manifests: committed steps.
         struck: places whose bytes were bad or gone.
+        why: what was found there, for people.
         problems: steps that exist and cannot be read, one line each.
     """
 
@@ -69,6 +70,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     seals: tuple[tuple[int, Seal], ...] = ()
     manifests: tuple[Manifest, ...] = ()
     struck: frozenset[tuple[int, str, int]] = frozenset()
+    why: dict[tuple[int, str, int], str] = {}
     problems: tuple[str, ...] = ()
 
 
@@ -108,7 +110,15 @@ class RecoveryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NotWhole(Exception):
-    """A candidate step lacks something; the message says what."""
+    """A candidate step lacks something; the message says what.
+
+    Attributes:
+        places: where it was and cannot be had.
+    """
+
+    def __init__(self, message: str, places: Sequence[tuple[int, str, int]] = ()) -> None:
+        super().__init__(message)
+        self.places = places
 
 
 class _Holding(msgspec.Struct):
@@ -143,7 +153,8 @@ def climb(inventory: Inventory, asked_step: int | None = None) -> RecoveryPlan:
         try:
             return _plan(version, seals, manifests, inventory.struck, tuple(reasons))
         except _NotWhole as reason:
-            reasons.append(f"step {version} is not whole: {reason}")
+            found = sorted({inventory.why[p] for p in reason.places if p in inventory.why})
+            reasons.append(f"step {version} is not whole: {'; '.join([str(reason), *found])}")
     told = "; ".join(reasons) or "nothing of it was found"
     if asked_step is not None:
         have = sorted({v.step for v in manifests})
@@ -224,7 +235,7 @@ def _dense(
             name = record.piece.name
             pieces[name] = record.piece
             digests[name] = record.digest
-            sources[name] = _alive([_stored(record, manifest)], struck)
+            sources[name] = [_stored(record, manifest)]
     else:
         missing = sorted(set(range(world)) - {seal.rank for _, seal in here})
         if missing:
@@ -238,11 +249,13 @@ def _dense(
                 continue
             pieces[name] = record.piece
             held = _held(node, seal, record, digests.get(name, ""))
-            sources.setdefault(name, []).extend(_alive([held], struck))
+            sources.setdefault(name, []).append(held)
     for name in sorted(pieces):
-        if not sources[name]:
-            raise _NotWhole(f"every source of {name} is lost or damaged")
-        yield Fetch(pieces[name], version, tuple(sorted(set(sources[name]), key=_preference)))
+        alive = {s for s in sources[name] if s.place not in struck}
+        if not alive:
+            places = [s.place for s in sources[name]]
+            raise _NotWhole(f"every source of {name} is lost or damaged", places)
+        yield Fetch(pieces[name], version, tuple(sorted(alive, key=_preference)))
 
 
 def _holdings(
@@ -306,10 +319,6 @@ def _stored(record: PieceRecord, manifest: Manifest) -> Source:
 
 def _held(node: int, seal: Seal, record: PieceRecord, known_digest: str) -> Source:
     return Source(node, seal.file, record.offset, record.digest or known_digest)
-
-
-def _alive(sources: list[Source], struck: frozenset[tuple[int, str, int]]) -> list[Source]:
-    return [s for s in sources if s.place not in struck]
 
 
 def _preference(source: Source) -> tuple[bool, Source]:

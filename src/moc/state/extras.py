@@ -446,6 +446,17 @@ class Extras:
             flat += [RNG, [_tag(rng_state(), f"extras[{RNG!r}]")]]
         return _dump({"dict": flat})
 
+    def check(self, data: bytes | bytearray | memoryview) -> None:
+        """Compare names and lengths with what `capture` returned; load nothing.
+
+        Raises:
+            MismatchError: they differ.
+            DamagedError: the bytes are not from `capture`.
+        """
+        saved = _table(data)
+        saved.pop(RNG, None)
+        self._compare(saved)
+
     def restore(self, data: bytes | bytearray | memoryview, *, strict: bool = True) -> None:
         """Load what `capture` returned: schedulers first, the rest in the order given, RNG last.
 
@@ -462,15 +473,12 @@ class Extras:
             StateError: an object refused its state; those before it are loaded already.
             DamagedError: the bytes are not from `capture`.
         """
-        saved = decode(data)
-        if not isinstance(saved, dict) or not all(isinstance(v, list) for v in saved.values()):
-            raise DamagedError("extras are damaged: not a table of states")
+        saved = _table(data)
         rng = saved.pop(RNG, None)
         common = [name for name in self._parts if name in saved]
-        differing = [n for n in common if len(saved[n]) != len(self._parts[n])]
         if strict:
-            self._compare(saved, differing)
-        ready = [name for name in common if name not in differing]
+            self._compare(saved)
+        ready = [name for name in common if len(saved[name]) == len(self._parts[name])]
         ready.sort(key=lambda name: not any(map(_is_scheduler, self._parts[name])))
         for name in ready:
             for part, state, where in zip(
@@ -483,12 +491,13 @@ class Extras:
         if self._rng and rng is not None:
             set_rng_state(rng[0])
 
-    def _compare(self, saved: Mapping[str, list[object]], differing: list[str]) -> None:
+    def _compare(self, saved: Mapping[str, list[object]]) -> None:
         missing = tuple(name for name in self._parts if name not in saved)
         unexpected = tuple(name for name in saved if name not in self._parts)
         lengths = tuple(
             f"extras[{name!r}]: {len(saved[name])} saved, {len(self._parts[name])} here"
-            for name in differing
+            for name in self._parts
+            if name in saved and len(saved[name]) != len(self._parts[name])
         )
         if missing or unexpected or lengths:
             raise MismatchError(
@@ -498,6 +507,13 @@ class Extras:
                 unexpected=unexpected,
                 differing=lengths,
             )
+
+
+def _table(data: bytes | bytearray | memoryview) -> dict[str, list[Any]]:
+    saved = decode(data)
+    if not isinstance(saved, dict) or not all(isinstance(v, list) for v in saved.values()):
+        raise DamagedError("extras are damaged: not a table of states")
+    return saved
 
 
 def _check(part: object, where: str) -> None:

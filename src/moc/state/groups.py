@@ -10,7 +10,7 @@ from torch import Tensor
 from moc.errors import MismatchError
 from moc.state.live import LiveState
 
-__all__ = ["capture_groups", "restore_groups"]
+__all__ = ["capture_groups", "match_groups", "restore_groups"]
 
 
 def capture_groups(live: LiveState) -> list[dict[str, Any]]:
@@ -25,8 +25,8 @@ def capture_groups(live: LiveState) -> list[dict[str, Any]]:
     return captured
 
 
-def restore_groups(live: LiveState, captured: Any) -> None:
-    """Set the options of groups that govern the same parameters, whatever their order.
+def match_groups(live: LiveState, captured: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Live groups, each with the options of the one that governed the same parameters.
 
     Raises:
         MismatchError: optimizers or groups differ from those that were saved.
@@ -53,7 +53,16 @@ def restore_groups(live: LiveState, captured: Any) -> None:
             plan.append((group, options))
             if inner is not optimizer and index < len(inner.param_groups):
                 plan.append((inner.param_groups[index], options))
-    for group, options in plan:
+    return plan
+
+
+def restore_groups(live: LiveState, captured: Any) -> None:
+    """Set the options of groups, whatever their order.
+
+    Raises:
+        MismatchError: see `match_groups`; nothing was changed.
+    """
+    for group, options in match_groups(live, captured):
         for key, value in options.items():
             now = group.get(key)
             if isinstance(now, Tensor) and isinstance(value, Tensor | float | int):

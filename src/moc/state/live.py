@@ -185,6 +185,22 @@ class LiveState:
         """Changes when state appears or vanishes (the first step, an expert's first token)."""
         return tuple(len(entry) for optimizer in self.inner for entry in optimizer.state.values())
 
+    def may_grow(self, *, stepped: bool) -> bool:
+        """Whether the next optimizer step may bring state that is not there yet.
+
+        So it is before the first step, and while some trained parameters have state and others
+        have none: experts that have seen no token.
+
+        Args:
+            stepped: whether an optimizer has stepped; one without state then has none for good.
+        """
+        for optimizer in self.inner:
+            trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            have = sum(bool(optimizer.state.get(p)) for p in trained)
+            if 0 < have < len(trained) or (not have and not stepped):
+                return True
+        return False
+
     def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
         """Canonical local names of parameters."""
         return [self._names[id(p)] for p in params]

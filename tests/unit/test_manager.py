@@ -1,0 +1,1029 @@
+"""`CheckpointManager` in one process: what goes in comes out, and errors say what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from tests.support.job import assert_equal, same_bytes
+from tests.support.tiny import (
+    DIM,
+    EXPERTS,
+    Managers,
+    adamw,
+    batch,
+    dense,
+    kinds,
+    moe,
+    run_steps,
+    sealed,
+    state_of,
+    stored,
+    train,
+    version_of,
+    whole,
+)
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import moc
+from moc.choose.retention import BufferFacts, role
+from moc.core.faults import FaultScript
+from moc.core.versions import Version
+from moc.errors import (
+    ConfigError,
+    MismatchError,
+    NothingValid,
+    RestoreError,
+    RunBusy,
+    SaveError,
+    StepNotFound,
+    UnsupportedValue,
+)
+from moc.persist.commit import load_manifest
+from moc.snapshot.copier import CopyJob
+from moc.store.local import LocalStore
+from moc.testing.ranks import run_ranks
+
+BROKEN = FaultScript(nth=1, verb="put_new", times=0)
+"""The helper's store takes no file any more."""
+
+
+# ------------------------------------------------------------------------------- what comes back
+
+
+@pytest.mark.parametrize("make", [dense, moe, lambda seed: moe(seed, stacked=False)])
+def test_a_fresh_process_goes_on_as_if_nothing_was(managers: Managers, make: Any) -> None:
+    model = make(0)
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2, 3])
+    then = state_of(model, optimizer)
+    expected = [train(model, optimizer, step) for step in (4, 5, 6)]
+
+    again = make(1)
+    fresh = adamw(again)  # has never stepped: its moments come from the file (A28)
+    manager = managers(again, fresh)
+    report = manager.restore()
+    assert report is not None
+    assert report.step == 3
+    assert report.optimizer_entries == 3 * len(list(model.parameters()))
+    assert_equal(state_of(again, fresh), then)
+    assert [train(again, fresh, step) for step in (4, 5, 6)] == expected
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_from_storage_when_memory_is_gone(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+    again = moe(1)
+    fresh = adamw(again)
+    manager = managers(again, fresh, memory_dir=managers.memory_dir / "another")
+    report = manager.restore()
+    assert report is not None
+    assert report.sources["storage"] == sum(report.sources.values()) > 0
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_without_an_optimizer_every_call_saves(managers: Managers) -> None:
+    model = dense()
+    with managers(model) as manager:
+        manager.step(1)
+        manager.step(2)
+    assert manager.stats()["saves"] == 2
+    again = dense(1)
+    report = managers(again).restore()
+    assert report is not None
+    assert report.step == 2
+    assert_equal(state_of(again), state_of(model))
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first, last = model[0].parameters(), model[2].parameters()
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(last, lr=0.01)]
+
+
+def test_two_optimizers(managers: Managers) -> None:
+    model = dense()
+    optimizers = two_optimizers(model)
+    with managers(model, optimizers) as manager:
+        run_steps(manager, model, optimizers, [1, 2])
+    again = dense(1)
+    fresh = two_optimizers(again)
+    managers(again, fresh).restore()
+    assert_equal(state_of(again, fresh), state_of(model, optimizers))
+    assert train(again, fresh, 3) == train(model, optimizers, 3)
+
+
+def test_groups_in_another_order_keep_their_own_options(managers: Managers) -> None:
+    """A27."""
+
+    def build(model: nn.Module, order: list[int]) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        options = {
+            0: {"lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.0},
+            2: {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.3},
+        }
+        groups = [
+            {"params": list(model[i].parameters())[:: -1 if i == order[0] else 1], **options[i]}
+            for i in order
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    model = dense()
+    optimizer, scheduler = build(model, [0, 2])
+    with managers(model, optimizer, extras={"scheduler": scheduler}) as manager:
+        for step in (1, 2, 3):
+            train(model, optimizer, step)
+            scheduler.step()
+            manager.step(step)
+    saved = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    again = dense(1)
+    fresh, _ = build(again, [2, 0])
+    scheduler = LambdaLR(fresh, lambda step: 1 / (1 + step))
+    managers(again, fresh, extras={"scheduler": scheduler}).restore()
+    assert [{k: v for k, v in g.items() if k != "params"} for g in fresh.param_groups] == saved[
+        ::-1
+    ]
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+    assert train(again, fresh, 4) == train(model, optimizer, 4)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+def test_experts_without_tokens_stay_without_state(managers: Managers, stacked: bool) -> None:
+    """A15."""
+    model = moe(stacked=stacked)
+    model[1].router.allowed = [0]
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2])
+    then = state_of(model, optimizer)
+    assert ("1.experts.3.weight/exp_avg" in then) is False
+
+    again = moe(1, stacked=stacked)
+    fresh = adamw(again)
+    if not stacked:
+        train(again, fresh, 1)  # it has used all experts: what is absent must become absent
+    managers(again, fresh).restore()
+    assert_equal(state_of(again, fresh), then)
+    model[1].router.allowed = again[1].router.allowed = [0, 1, 2, 3]
+    for step in (3, 4, 5):
+        assert train(again, fresh, step) == train(model, optimizer, step)
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_an_expert_that_gets_its_first_token_later_is_saved_from_then_on(
+    managers: Managers,
+) -> None:
+    model = moe(stacked=False)
+    model[1].router.allowed = [0]
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+        model[1].router.allowed = [0, 2]
+        run_steps(manager, model, optimizer, [3])
+    again = moe(1, stacked=False)
+    fresh = adamw(again)
+    report = managers(again, fresh, memory_dir=managers.memory_dir / "another").restore()
+    assert report is not None
+    assert report.step == 3
+    assert "1.experts.2.weight/exp_avg" in state_of(again, fresh)
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_random_numbers_go_on(managers: Managers) -> None:
+    """A29."""
+
+    def draw(model: nn.Module) -> tuple[Any, ...]:
+        out = model(batch(1)).sum()
+        return float(out.detach()), float(torch.rand(())), random.random(), float(np.random.rand())
+
+    torch.manual_seed(3)
+    random.seed(4)
+    np.random.seed(5)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5))
+    draw(model)
+    with managers(model) as manager:
+        manager.step(1)
+        expected = [draw(model) for _ in range(5)]
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    again = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5))
+    managers(again).restore()
+    assert [draw(again) for _ in range(5)] == expected
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, DIM)
+        self.head = nn.Linear(DIM, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        else:
+            self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) @ self.embed.weight
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "equal"])
+def test_tied_parameters_are_one_and_equal_ones_are_two(managers: Managers, tied: bool) -> None:
+    """A20."""
+    model = Tied(tied)
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        manager.save(0)
+        manager.wait()
+        names = stored(managers.run, 0)
+        assert len([n for n in names if n.split("|")[1] == "weight"]) == (1 if tied else 2)
+        run_steps(manager, model, optimizer, [1])
+    again = Tied(tied)
+    weight = again.head.weight
+    fresh = adamw(again)
+    managers(again, fresh).restore()
+    assert (again.head.weight is again.embed.weight) is tied
+    assert again.head.weight is weight  # filled in place, not replaced
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+class Views(nn.Module):
+    """Parameters and buffers that are not contiguous, of several types."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        conv = torch.arange(48.0).reshape(2, 4, 3, 2).contiguous(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).t() * factor)
+        self.conv = nn.Parameter(conv * factor)
+        self.brief = nn.Parameter(torch.arange(10.0)[::2].to(torch.bfloat16) * factor)
+        self.register_buffer("ints", (torch.arange(12) * factor).reshape(3, 4).t())
+        self.register_buffer("flags", torch.tensor([True, False] * 4)[::2] ^ (factor == 0))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("scalar", torch.tensor(-0.0 if factor else 1.0))
+        self.register_buffer("odd", torch.tensor([float("nan"), 2.0, 3.0])[1 - factor :: 2])
+
+    def forward(self, _: Tensor) -> Tensor:
+        return (self.turned**3).sum() + (self.conv**2).sum() + self.brief.float().sum()
+
+
+def test_tensors_that_are_not_contiguous_and_odd_values(managers: Managers) -> None:
+    """A22, A23."""
+    model = Views(1)
+    assert not model.turned.is_contiguous()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        train(model, optimizer, 1)
+        manager.step(1)
+    again = Views(0)
+    again.odd = torch.zeros_like(model.odd)
+    fresh = adamw(again)
+    managers(again, fresh).restore()
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+    assert not again.turned.is_contiguous()
+
+
+def test_frozen_parameters_are_kept(managers: Managers) -> None:
+    """A21."""
+    model = dense()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1])
+    again = dense(1)
+    again[0].requires_grad_(False)
+    fresh = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.01)
+    managers(again, fresh).restore()
+    assert [p.requires_grad for p in again.parameters()] == [False, False, True, True]
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+class Inner(nn.Module):
+    """Has a part that is truly called ``module``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.module = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def test_wrappers_are_seen_through(managers: Managers) -> None:
+    """A26: saved from each, loaded into each."""
+    wrappers = {
+        "plain": lambda m: m,
+        "compiled": torch.compile,
+        "ddp": nn.parallel.DistributedDataParallel,
+        "both": lambda m: torch.compile(nn.parallel.DistributedDataParallel(m)),
+    }
+
+    def on_a_rank() -> int:
+        assert dist.is_initialized()
+        pairs = 0
+        for saver, wrap in wrappers.items():
+            run = managers.run / saver
+            model = Inner(7)
+            with managers(wrap(model), directory=run) as manager:
+                manager.step(1)
+            assert {n.split("|")[0] for n in stored(run, 1) if n.split("|")[1] == "weight"} == {
+                "module.weight",
+                "module.bias",
+            }
+            for unwrap in wrappers.values():
+                again = Inner(8)
+                manager = managers(unwrap(again), directory=run)
+                manager.restore()
+                managers.vanish(manager)
+                assert_equal(state_of(again), state_of(model))
+                pairs += 1
+        return pairs
+
+    assert run_ranks(on_a_rank, 1) == [16]
+
+
+# ---------------------------------------------------------------------------- steps and positions
+
+
+def test_a_step_without_an_optimizer_step_is_ignored_and_told_once(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    events: list[moc.Event] = []
+    with managers(model, optimizer, on_event=events.append) as manager:
+        run_steps(manager, model, optimizer, [1])
+        manager.wait()
+        manager.step(2)
+        manager.step(3)
+        run_steps(manager, model, optimizer, [4])
+    told = [e for e in events if e.kind == "warning" and "optimizer step" in e.text]
+    assert [e.step for e in told] == [2]
+    assert manager.stats()["saves"] == 2
+    assert manager.all_steps() == [1, 4]
+
+
+def test_gradient_accumulation_and_the_data_position(managers: Managers) -> None:
+    """A30: the position saved is that of the optimizer step; every index counts once."""
+
+    class Loader:
+        position = 0
+
+        def next(self) -> int:
+            self.position += 1
+            return self.position - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    def micro_batches(manager: Any, model: Any, optimizer: Any, loader: Loader, n: int) -> list:
+        seen = []
+        for _ in range(n):
+            index = loader.next()
+            seen.append(index)
+            (model(batch(index)).square().mean() / 4).backward()
+            if index % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            manager.step(index // 4 + 1)
+        return seen
+
+    model, loader = dense(), Loader()
+    optimizer = adamw(model)
+    manager = managers(model, optimizer, extras={"loader": loader})
+    first = micro_batches(manager, model, optimizer, loader, 10)  # dies in step 3
+    manager.wait()
+    assert manager.stats()["saves"] == 2
+    managers.vanish(manager)
+
+    again, other = dense(1), Loader()
+    fresh = adamw(again)
+    manager = managers(again, fresh, extras={"loader": other})
+    report = manager.restore()
+    assert report is not None
+    assert report.step == 2
+    assert first[: 4 * report.step] + micro_batches(manager, again, fresh, other, 8) == [*range(16)]
+
+
+def test_nothing_yet_is_none(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        assert manager.restore() is None
+        assert manager.all_steps() == []
+        assert manager.latest_step() is None
+        run_steps(manager, model, optimizer, [1])
+    assert manager.latest_step() == 1
+
+
+def test_steps_are_ordered_as_numbers_and_other_names_are_left_alone(managers: Managers) -> None:
+    """A08, A09."""
+    model = dense()
+    policy = moc.Policy(snapshot_every=1, persist_every=1, keep_latest_k=2)
+    strange = ["step-100.bak", "step-1e3", "step--5", "step-", ".step-300.tmp", "notes.txt"]
+    with managers(model, policy=policy) as manager:
+        for step in (9, 10, 100, 1000):
+            manager.step(step)
+            manager.wait()
+            for name in strange:
+                (managers.run / name).mkdir(exist_ok=True)
+            (managers.run / "step-700").touch()
+    os.utime(managers.run / "step-00000100-a0001")
+    assert manager.all_steps() == [100, 1000]
+    assert manager.latest_step() == 1000
+    assert {*strange, "step-700"} <= {path.name for path in managers.run.iterdir()}
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def test_a_step_that_is_not_there_is_an_error(managers: Managers) -> None:
+    """A38: no falling back from a step that was asked for."""
+    model = dense()
+    with managers(model) as manager:
+        manager.step(400)
+    again = dense(1)
+    before = state_of(again)
+    with pytest.raises(StepNotFound, match=r"step 500 .*400"):
+        managers(again).restore(500)
+    assert_equal(state_of(again), before)
+
+
+def test_something_there_but_nothing_valid_is_an_error(managers: Managers) -> None:
+    model = dense()
+    with managers(model) as manager:
+        manager.step(1)
+    for path in managers.run.glob("step-*/dense-*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    manager = managers(dense(1), memory_dir=managers.memory_dir / "another")
+    with pytest.raises(NothingValid, match=r"dense-00000\.safetensors"):
+        manager.restore()
+    with pytest.raises(RestoreError, match="undefined"):  # half of the model may be filled
+        manager.step(2)
+
+
+def test_saving_over_a_run_without_a_restore_is_refused(managers: Managers) -> None:
+    model = dense()
+    with managers(model) as manager:
+        manager.step(1)
+    with pytest.raises(RestoreError, match=r"restore\(\).*fresh=True"):
+        managers(model).step(2)
+    with managers(model, fresh=True) as manager:
+        assert manager.restore() is None
+        manager.step(1)
+    assert version_of(managers.run, 1).attempt == 2
+
+
+def test_a_restore_comes_first_and_once(managers: Managers) -> None:
+    manager = managers(dense())
+    manager.restore()
+    with pytest.raises(RestoreError, match="once"):
+        manager.restore()
+
+
+def build(names: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Module()
+    for name, shape in names.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+    return model
+
+
+def test_missing_and_unexpected_names_are_both_listed(managers: Managers) -> None:
+    """A25: nothing is half loaded; without strict they are returned."""
+    saved = build({"a": (2,), "b": (3,), "d": (4,)})
+    with managers(saved) as manager:
+        manager.step(1)
+    target = build({"a": (2,), "b": (3,), "c": (5,)})
+    before = state_of(target)
+    with pytest.raises(MismatchError) as caught:
+        managers(target).restore()
+    assert caught.value.missing == ("c (weight)",)
+    assert caught.value.unexpected == ("d",)
+    assert caught.value.differing == ()
+    for word in ("missing", "c (weight)", "unexpected", "d", "nothing was changed"):
+        assert word in str(caught.value)
+    assert_equal(state_of(target), before)
+
+    manager = managers(target)
+    report = manager.restore(strict=False)
+    assert report is not None
+    assert (report.missing, report.unexpected) == (["c (weight)"], ["d"])
+    assert_equal(
+        state_of(target),
+        {"a": saved.a.detach(), "b": saved.b.detach(), "c": before["c"]},
+    )
+    with pytest.raises(RestoreError, match=r"another model.*another directory"):
+        manager.step(2)  # the run stays what it is
+    assert managers(saved).restore() is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "told"),
+    [
+        ((3, 4), torch.float32, r"\[4, 3\].*\[3, 4\]"),
+        ((12,), torch.float32, r"\[4, 3\].*\[12\]"),
+        ((4, 1), torch.float32, r"\[4, 3\].*\[4, 1\]"),
+        ((4, 3), torch.bfloat16, "F32.*BF16"),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_never_taken(
+    managers: Managers, shape: tuple[int, ...], dtype: torch.dtype, told: str
+) -> None:
+    """A24."""
+    with managers(build({"w": (4, 3), "v": (2,)})) as manager:
+        manager.step(1)
+    target = build({"w": shape, "v": shape}, dtype)
+    before = state_of(target)
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=told) as caught:
+            managers(target).restore(strict=strict)
+        assert len(caught.value.differing) == 2
+        assert_equal(state_of(target), before)
+
+
+def test_other_moe_layers_are_a_mismatch_however_lenient(managers: Managers) -> None:
+    with managers(moe(stacked=False)) as manager:
+        manager.step(1)
+    target = moe(1, stacked=False)
+    target[1].experts = nn.ModuleList([*target[1].experts, nn.Linear(DIM, DIM)])
+    before = state_of(target)
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match="experts"):
+            managers(target).restore(strict=strict)
+        assert_equal(state_of(target), before)
+
+
+def test_another_model_may_not_start_in_the_same_directory(managers: Managers) -> None:
+    with managers(build({"a": (2,)})) as manager:
+        manager.step(1)
+    with pytest.raises(RunBusy, match="another model"):
+        managers(build({"b": (2,)}), fresh=True).restore()
+
+
+def test_another_optimizer_is_a_mismatch(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1])
+    again = dense(1)
+    before = state_of(again)
+    with pytest.raises(MismatchError, match=r"AdamW.*SGD"):
+        managers(again, torch.optim.SGD(again.parameters(), lr=0.1)).restore()
+    assert_equal(state_of(again), before)
+
+
+@pytest.mark.parametrize("value", [argparse.Namespace(a=1), Path("x"), signal.SIGTERM])
+def test_an_extra_without_an_exact_form_is_refused_at_the_first_save(
+    managers: Managers, value: object
+) -> None:
+    """A39."""
+
+    class Extra:
+        def state_dict(self) -> dict[str, object]:
+            return {"fine": 1, "odd": {"thing": value}}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            raise AssertionError(state)
+
+    manager = managers(dense(), extras={"mine": Extra()})
+    with pytest.raises(UnsupportedValue, match=r"mine.*odd.*thing"):
+        manager.step(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"persist_every": -1}, "persist_every=-1.*None"),
+        ({"keep_latest_k": 0}, "keep_latest_k=0.*None keeps all"),
+        ({"keep_latest_k": -1}, "keep_latest_k=-1"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"total_steps": 0}, "total_steps"),
+        ({"timeout_secs": 0}, "timeout_secs"),
+        ({"grace_secs": -1.0}, "grace_secs"),
+        ({"buffers": 2}, "buffers=2.*at least 3"),
+        ({"k_snapshot": 2}, "k_persist"),
+        ({"k_snapshot": 1, "k_persist": 2}, "k_snapshot=1, k_persist=2"),
+        ({"k_persist": 0}, "k_persist=0"),
+        ({"skip": "some"}, "skip='some'"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        moc.Policy(**options)
+
+
+def test_more_experts_than_there_are_are_refused(managers: Managers) -> None:
+    policy = moc.Policy(k_snapshot=EXPERTS + 1, k_persist=1)
+    with pytest.raises(ConfigError, match=f"k_snapshot={EXPERTS + 1}.*{EXPERTS} experts"):
+        managers(moe(), policy=policy)
+
+
+def test_an_optimizer_of_another_model_is_refused(managers: Managers) -> None:
+    with pytest.raises(ConfigError, match="parameter"):
+        managers(dense(), adamw(dense()))
+
+
+# ------------------------------------------------------------------------- errors of saving, ends
+
+
+def test_a_clean_exit_drains(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1])
+    assert managers(model).latest_step() == 1  # another manager sees it
+
+
+def test_on_an_exception_nothing_waits_and_the_first_error_is_seen(managers: Managers) -> None:
+    """The helper is stopped: whoever waited for it would meet the deadline instead."""
+    model = dense()
+    optimizer = adamw(model)
+    manager = managers(model, optimizer)
+    manager.restore()
+    helper = manager._saver._handover._helper
+    assert helper is not None
+    os.kill(helper.pid, signal.SIGSTOP)
+
+    def work() -> None:
+        with manager:
+            run_steps(manager, model, optimizer, [1])
+            manager.gate()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    os.kill(helper.pid, signal.SIGCONT)
+    helper._process.wait(30)  # it finishes what was handed over before it goes
+    assert manager.all_steps() == [1]
+
+
+def test_close_may_be_repeated_and_ends_the_manager(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    manager = managers(model, optimizer)
+    run_steps(manager, model, optimizer, [1])
+    manager.close()
+    manager.close()
+    for call in (lambda: manager.step(2), lambda: manager.save(2), manager.wait, manager.restore):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
+    train(model, optimizer, 2)  # no hook is left that would wait
+    assert manager.latest_step() == 1
+
+
+def test_a_manager_that_saved_nothing_ends_quietly(managers: Managers) -> None:
+    with managers(dense()) as manager:
+        pass
+    manager.close()
+    assert not managers.run.exists()
+
+
+def test_wait_raises_what_failed_and_names_it(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    events: list[moc.Event] = []
+    manager = managers(model, optimizer, faults=BROKEN, on_event=events.append)
+    run_steps(manager, model, optimizer, [1])
+    with pytest.raises(SaveError, match=r"step 1 .*dense-00000\.safetensors") as caught:
+        manager.wait()
+    assert caught.value.step == 1
+    assert manager.stats()["failed"] == 1
+    assert "failed" in kinds(events, 1)
+    assert manager.all_steps() == []
+
+
+def test_step_raises_what_failed_if_the_policy_says_so(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=1000, on_error="raise", timeout_secs=30)
+    manager = managers(model, optimizer, faults=BROKEN, policy=policy)
+    with pytest.raises(SaveError, match=r"step 1 .*dense-00000\.safetensors"):
+        run_steps(manager, model, optimizer, range(1, 100_000))
+
+
+def test_a_warning_policy_trains_on_and_the_end_still_tells(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    events: list[moc.Event] = []
+    policy = moc.Policy(snapshot_every=1, persist_every=1000)
+    manager = managers(model, optimizer, faults=BROKEN, policy=policy, on_event=events.append)
+    step = 0
+    while not any(e.kind == "failed" for e in events):
+        step += 1
+        run_steps(manager, model, optimizer, [step])
+    run_steps(manager, model, optimizer, [step + 1])  # raises nothing
+    with pytest.raises(SaveError, match="was not committed"):
+        manager.close()
+
+
+def test_an_explicit_save_is_persisted_though_another_is_under_way(managers: Managers) -> None:
+    model = dense()
+    with managers(model) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+    assert manager.all_steps() == [1, 2, 3]
+
+
+def test_an_explicit_save_tells_of_the_one_that_failed_before(managers: Managers) -> None:
+    policy = moc.Policy(snapshot_every=1, persist_every=1, on_error="raise")
+    manager = managers(dense(), faults=BROKEN, policy=policy)
+    manager.save(1)
+    with pytest.raises(SaveError, match="step 1 "):
+        manager.save(2)
+
+
+def test_a_full_save_holds_every_expert(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    policy = moc.Policy(
+        snapshot_every=1, persist_every=1, k_snapshot=1, k_persist=1, keep_latest_k=None
+    )
+    with managers(model, optimizer, policy=policy) as manager:
+        run_steps(manager, model, optimizer, [1, 2, 3], after=lambda _: manager.wait())
+        train(model, optimizer, 4)
+        manager.save(4, full=True)
+        manager.wait()
+
+    def ages(step: int) -> list[int]:
+        manifest = load_manifest(LocalStore(managers.run), Version(step, 1))
+        return sorted(v.step for v in manifest.versions[0])
+
+    assert ages(1) == [1, 1, 1, 1]  # the first save is full
+    assert ages(3) == [1, 1, 2, 3]
+    assert ages(4) == [4, 4, 4, 4]
+    again = moe(1)
+    fresh = adamw(again)
+    report = managers(again, fresh, memory_dir=managers.memory_dir / "another").restore()
+    assert report is not None
+    assert report.stale_experts == 0
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_a_memory_directory_that_cannot_be_written_is_refused(managers: Managers) -> None:
+    def as_nobody(_rank: int) -> str:
+        os.setgid(65534)
+        os.setuid(65534)
+        with pytest.raises(ConfigError) as caught:
+            managers(dense())
+        return str(caught.value)
+
+    (told,) = run_ranks(as_nobody, 1, init=False)
+    assert str(managers.memory_dir) in told
+    assert "MOC_MEMORY_DIR" in told
+
+
+def test_too_little_memory_is_an_error_with_numbers_and_a_remedy(managers: Managers) -> None:
+    manager = managers(dense(), memory_bytes=10_000)
+    for _ in range(2):  # and stays that error
+        with pytest.raises(SaveError, match=r"3 buffers of \d+ bytes .*10000 bytes.*memory_dir="):
+            manager.save(1)
+
+
+# ------------------------------------------------------------------------- memory tier and files
+
+
+def test_every_sealed_buffer_is_a_safetensors_file(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=2, k_snapshot=2, k_persist=1)
+    states: dict[int, dict[str, Tensor]] = {}
+    checked = set()
+    with managers(model, optimizer, policy=policy) as manager:
+
+        def look(step: int) -> None:
+            manager.gate()
+            states[step] = state_of(model, optimizer)
+            for sealed_step, (path, seal) in sealed(managers.memory_dir).items():
+                with safe_open(path, "pt") as opened:
+                    pieces = {
+                        name: opened.get_tensor(name)
+                        for name in opened.keys()  # noqa: SIM118 - no mapping
+                        if not name.startswith("__pad__")
+                    }
+                assert len(pieces) == len(seal["pieces"])
+                compare(pieces, states[sealed_step])
+                checked.add(sealed_step)
+
+        run_steps(manager, model, optimizer, range(1, 8), after=look)
+    assert checked == set(range(1, 8))
+    for step in manager.all_steps():
+        found = stored(managers.run, step)
+        compare({n: v for n, v in found.items() if ".experts." not in n}, states[step])
+
+
+def compare(pieces: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Every piece has the bytes of its region in the state."""
+    compared = 0
+    for name, value in pieces.items():
+        fqn, part, box = name.split("|")
+        if fqn.startswith("moc.") or part == "step@expert":
+            continue
+        now = state[fqn if part in ("weight", "buffer") else f"{fqn}/{part}"]
+        offsets, sizes = ([int(n) for n in side.split(",") if n] for side in box.split(":"))
+        now = now[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        assert same_bytes(value, now), name
+        compared += 1
+    assert compared >= len(pieces) // 2
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+def test_stock_tools_read_all_experts(managers: Managers, stacked: bool) -> None:
+    model = moe(stacked=stacked)
+    optimizer = adamw(model)
+    policy = moc.Policy(
+        snapshot_every=1, persist_every=1, k_snapshot=1, k_persist=1, keep_latest_k=None
+    )
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def after(step: int) -> None:
+        manager.wait()
+        seen[step] = state_of(model, optimizer)
+
+    with managers(model, optimizer, policy=policy) as manager:
+        run_steps(manager, model, optimizer, range(1, 6), after=after)
+    pieces = stored(managers.run, 5)
+    versions = load_manifest(LocalStore(managers.run), Version(5, 1)).versions[0]
+    assert sorted(v.step for v in versions) == [2, 3, 4, 5]
+    experts = [n for n in seen[5] if n.startswith("1.experts.") and "/" not in n]
+    for name in experts:
+        for part in ("weight", "exp_avg", "exp_avg_sq"):
+            value = whole(pieces, name, part)
+            for expert, version in enumerate(versions):
+                then = seen[version.step][name if part == "weight" else f"{name}/{part}"]
+                if stacked:
+                    assert same_bytes(value[expert], then[expert]), (name, part, expert)
+                elif f".{expert}." in name:
+                    assert same_bytes(value, then), (name, part)
+
+
+def test_buffers_have_the_number_asked_for_and_roles(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=3, k_snapshot=1, k_persist=1, buffers=3)
+    with managers(model, optimizer, policy=policy) as manager:
+
+        def look(step: int) -> None:
+            manager.wait()
+            manager.gate()
+            held = sealed(managers.memory_dir)
+            committed = manager.latest_step()
+            # what storage has newest stays in memory, and so does the newest snapshot
+            assert {committed, step} <= set(held)
+            assert [
+                role(
+                    BufferFacts(0, Version(s, 1)),
+                    commit=Version(committed, 1),
+                    persisting=None,
+                )
+                for s in sorted(held)
+            ].count("RECOVERY") == 1
+
+        run_steps(manager, model, optimizer, range(1, 9), after=look)
+    files = sorted(p.name for p in managers.memory_dir.glob("moc-*/*.safetensors"))
+    assert files == ["00000-0.safetensors", "00000-1.safetensors", "00000-2.safetensors"]
+
+
+def test_by_default_memory_keeps_a_window_of_every_expert(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=100, k_snapshot=1, k_persist=1)
+    with managers(model, optimizer, policy=policy) as manager:
+        run_steps(manager, model, optimizer, range(1, 10))
+        manager.gate()
+        held = sealed(managers.memory_dir)
+        experts = {e for _, seal in held.values() for _, e, _ in seal["expert_pieces"]}
+    assert experts == {0, 1, 2, 3}
+    files = list(managers.memory_dir.glob("moc-*/*.safetensors"))
+    assert len(files) <= EXPERTS + 3
+
+
+def test_overlap_off_copies_before_step_returns(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=1, overlap=False)
+    with managers(model, optimizer, policy=policy) as manager:
+        train(model, optimizer, 1)
+        manager.step(1)
+        then = state_of(model, optimizer)
+        for param in model.parameters():
+            param.detach().zero_()  # by no optimizer: allowed at once
+    again = dense(1)
+    fresh = adamw(again)
+    managers(again, fresh).restore()
+    assert_equal(state_of(again, fresh), then)
+
+
+# ------------------------------------------------------------------------------- torn, told, told
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_found() -> None:
+    sources = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(5)}
+    pairs = [(torch.empty_like(s), s) for s in sources.values()]
+    assert CopyJob(sources).run(pairs) == ""
+    job = CopyJob(sources)
+    sources["b"].add_(1)
+    assert job.run(pairs) == "b"
+
+
+def test_a_torn_snapshot_is_never_sealed(managers: Managers) -> None:
+    """The worker is kept busy until somebody besides the optimizer has written a parameter."""
+    model = dense()
+    optimizer = adamw(model)
+    events: list[moc.Event] = []
+    manager = managers(model, optimizer, on_event=events.append)
+    run_steps(manager, model, optimizer, [1])
+    manager.wait()
+    go = threading.Event()
+    manager._saver._worker._pool.submit(go.wait, 30)
+    run_steps(manager, model, optimizer, [2])
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    go.set()
+    with pytest.raises(SaveError, match=r"step 2 .*torn.*0\.weight.*overlap=False"):
+        manager.wait()
+    assert 2 not in sealed(managers.memory_dir)
+    assert manager.stats()["torn"] == 1
+    assert kinds(events, 2)[-3:] == ["stalled", "torn", "failed"]
+    run_steps(manager, model, optimizer, [3])
+    manager.wait()
+    assert manager.all_steps() == [1, 3]
+
+
+def test_the_optimizer_waits_for_the_copy(managers: Managers) -> None:
+    """The copy starts only when the optimizer is at the fence, and still has the old values."""
+    model = dense()
+    optimizer = adamw(model)
+    manager = managers(model, optimizer)
+    run_steps(manager, model, optimizer, [1])
+    manager.wait()
+    go = threading.Event()
+    manager._saver._worker._pool.submit(go.wait, 30)
+    run_steps(manager, model, optimizer, [2])
+    then = state_of(model, optimizer)
+    # The hook of this optimizer runs before the fence's: the order of registration.
+    ahead = optimizer.register_step_pre_hook(lambda *_: go.set())
+    train(model, optimizer, 3)
+    ahead.remove()
+    manager.wait()
+    assert manager.stats()["torn"] == 0
+    found = stored(managers.run, 2)
+    compare(found, then)
+
+
+def test_events_tell_each_save_in_order(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    events: list[moc.Event] = []
+    with managers(model, optimizer, on_event=events.append) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+    told = kinds(events, 2)
+    assert sorted(told) == ["committed", "marked", "snapshot_done", "snapshot_started", "stalled"]
+    order = [told.index(kind) for kind in ("snapshot_started", "marked", "snapshot_done")]
+    assert order == sorted(order)
+    assert told[-1] == "committed"
+    by_kind = {e.kind: e for e in events if e.step == 2}
+    assert {e.rank for e in events} == {0}
+    assert {e.attempt for e in events} == {1}
+    state_bytes = sum(v.numel() * v.element_size() for v in state_of(model, optimizer).values())
+    assert by_kind["snapshot_done"].nbytes >= state_bytes
+    assert by_kind["committed"].nbytes >= state_bytes
+    assert by_kind["committed"].secs > 0
+    assert by_kind["stalled"].secs > 0
+    assert by_kind["marked"].text == f"{EXPERTS} experts"
+    assert next(e for e in events if e.kind == "marked" and e.step == 1).text == "full"
+
+
+def test_stats_count_what_happened(managers: Managers) -> None:
+    model = moe()
+    optimizer = adamw(model)
+    policy = moc.Policy(
+        snapshot_every=2, persist_every=4, k_snapshot=2, k_persist=1, keep_latest_k=None
+    )
+    with managers(model, optimizer, policy=policy) as manager:
+        assert manager.stats()["full_bytes"] == 0
+        run_steps(manager, model, optimizer, range(1, 9), after=lambda _: manager.wait())
+    stats = manager.stats()
+    assert stats["saves"] == 4
+    assert stats["marked"] == stats["committed"] == len(manager.all_steps()) == 3  # 2, 4, 8
+    assert stats["failed"] == stats["torn"] == stats["abandoned"] == stats["warnings"] == 0
+    assert set(stats["stall_secs"]) == set(stats["saved_bytes"]) == {2, 4, 6, 8}
+    assert set(stats["committed_bytes"]) == {2, 4, 8}
+    expert = DIM * DIM * 4 * 3 + 4  # a weight, two moments, its own step
+    assert stats["full_bytes"] - stats["partial_bytes"] == expert * (EXPERTS - 1)
+    assert stats["committed_bytes"][2] > stats["committed_bytes"][8]
