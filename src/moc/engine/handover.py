@@ -172,4 +172,6 @@ class Handover:
         else:
             text = f"{error}; started again"
             self._session.note("warning", max(self.marked, 0), text=text)
+        if self._helper is not None:
+            self._helper.kill()  # it has closed its end, and must not write beside the next one
         self.start(self._folder)

@@ -225,14 +225,20 @@ def _read_store(session: Session) -> _Facts:
         store = session.store
         timeline = load_timeline(store)
         problems = [] if session.is_foreign else roll_forward(store, timeline)[1]
-        manifests = []
+        unborn: list[Version] = []
+        manifests: list[Manifest] = []
         for version in filter(timeline.is_live, versions_in(store)):
             try:
                 manifests.append(load_manifest(store, version))
             except KeyMissing:
-                problems.append(f"step {version} was never committed")
+                unborn.append(version)
             except DamagedError as error:
                 problems.append(str(error))
+        # Older folders without a manifest were retired, and hold files that later steps need.
+        newest = max((m.version for m in manifests), default=None)
+        problems += [
+            f"step {v} was never committed" for v in unborn if newest is None or v > newest
+        ]
         if not manifests and not any("damaged" in p for p in problems):
             problems = []  # a run that died before its first commit has lost nothing
         return _Facts(timeline, manifests, problems)

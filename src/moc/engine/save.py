@@ -398,7 +398,7 @@ class Saver:
             lost=session.lost,
             k_snapshot=session.most_experts(0),
             k_persist=session.most_experts(1),
-            left_out=session.live.left_out,
+            left_out=list(structure.left_out),
         )
         seal = Seal(
             run_id=session.run_id,

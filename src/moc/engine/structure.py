@@ -77,6 +77,7 @@ class Structure:
         buffer_bytes: size of a buffer: header, the largest ordinary snapshot, some slack.
         buffers: how many.
         buffers_wanted: how many would keep every expert's newest version in memory.
+        left_out: names of buffers that are not saved by rule.
     """
 
     plan: RankPlan
@@ -87,6 +88,7 @@ class Structure:
     buffer_bytes: int
     buffers: int
     buffers_wanted: int
+    left_out: tuple[str, ...]
 
 
 def agree_on_structure(
@@ -176,6 +178,7 @@ def _size(
         buffer_bytes=buffer_bytes,
         buffers=_count_buffers(session, buffer_bytes, wanted, memory_bytes),
         buffers_wanted=wanted,
+        left_out=tuple(session.live.left_out),
     )
 
 
