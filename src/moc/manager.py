@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -310,8 +314,14 @@ class CheckpointManager:
             self._session.group.close()
 
     def _at_exit(self) -> None:
-        """A script that ends without `close` still keeps its last save."""
-        self._close(drain=True)
+        """A script that ends without `close` still keeps its last save, or fails."""
+        global _exit_code
+        died = getattr(sys, "last_value", None) is not None  # of an error nobody caught
+        try:
+            self._close(drain=not died)
+        except (MocError, OSError):
+            _exit_code = 1
+            traceback.print_exc()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -327,6 +337,20 @@ class CheckpointManager:
                 raise ConfigError(
                     f"Policy({name}={k}) is more than the {most} experts of any MoE layer"
                 )
+
+
+_exit_code = 0
+
+
+@atexit.register
+def _leave() -> None:
+    """Registered first, so it runs after nearly all others: Python itself would say success."""
+    if _exit_code:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_exit_code)
 
 
 def _merge(mine: ExpertMap, told: Sequence[Mapping[str, int]]) -> ExpertMap:

@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from moc.core.digest import digest_bytes
 from moc.core.manifest import FileInfo, Seal, decode_json, seal_path
@@ -49,11 +49,15 @@ def shared_buffer(path: str) -> Iterator[memoryview]:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         # A private mapping is writable to whoever makes tensors over it, and changes nothing.
-        with (
-            mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as mapped,
-            memoryview(mapped) as view,
-        ):
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        view = memoryview(mapped)
+        try:
             yield view
+        finally:
+            # An error on its way holds slices in its traceback; the mapping then goes with it.
+            with suppress(BufferError):
+                view.release()
+                mapped.close()
     finally:
         os.close(descriptor)
 
