@@ -35,6 +35,7 @@ from tests.support.tiny import (
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import moc
 from moc.choose.retention import BufferFacts, role
@@ -967,17 +968,20 @@ def test_a_torn_snapshot_is_never_sealed(managers: Managers) -> None:
 
 def test_the_optimizer_waits_for_the_copy(managers: Managers) -> None:
     """The copy starts only when the optimizer is at the fence, and still has the old values."""
+    go = threading.Event()
+    # Global hooks run in the order of registration: this one before the fence's.
+    ahead = register_optimizer_step_pre_hook(lambda *_: go.set())
     model = dense()
     optimizer = adamw(model)
     manager = managers(model, optimizer)
     run_steps(manager, model, optimizer, [1])
     manager.wait()
-    go = threading.Event()
+    train(model, optimizer, 2)
+    go.clear()
     manager._saver._worker._pool.submit(go.wait, 30)
-    run_steps(manager, model, optimizer, [2])
+    manager.step(2)
     then = state_of(model, optimizer)
-    # The hook of this optimizer runs before the fence's: the order of registration.
-    ahead = optimizer.register_step_pre_hook(lambda *_: go.set())
+    assert not go.is_set()
     train(model, optimizer, 3)
     ahead.remove()
     manager.wait()

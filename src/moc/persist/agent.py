@@ -76,7 +76,7 @@ class Agent:
         """Serve until the trainer says so, or is gone and nothing is left to finish."""
         while not (self._closing and self._awaited is None):
             timeout = _HEARTBEAT_SECS if self._awaited is None else self._pause
-            if self._channel.closed:
+            if self._channel.closed and self._awaited is not None:
                 knobs.sleep(timeout)
             for message in self._channel.receive(timeout):
                 self._handle(message)
