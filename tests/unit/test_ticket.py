@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moc.choose.pick import ChooseState
 from moc.choose.policy import Policy
-from moc.choose.ticket import Ticket, Words, decide
+from moc.choose.ticket import Closing, Ticket, Words, decide
 
 POLICY = Policy(snapshot_every=5, persist_every=10, k_snapshot=4, k_persist=1)
 HOLDERS = [[0, 0, 0, 0, 2, 2, 2, 2]] * 2
@@ -76,3 +76,27 @@ def test_memory_only_marks_nothing() -> None:
     state = ChooseState.fresh([8, 8])
     decision = decide(20, ticket, state, HOLDERS, policy, last_marked=-1, has_base=False)
     assert (decision.marked, decision.full) == (False, False)
+
+
+def closed(*said: dict[str, int]) -> Closing:
+    """What the ranks said, summed."""
+    packed = [Closing(counts=[1, 2], **one).pack() for one in said]
+    return Closing.unpack([sum(column) for column in zip(*packed, strict=True)])
+
+
+def test_a_ticket_that_all_keep_or_all_drop_is_no_disagreement() -> None:
+    kept = closed({}, {}, {"changed": 1})
+    assert (kept.counts, kept.changed, kept.disagreement(10, 3)) == ([3, 6], 1, "")
+    dropped = [{"dropped": 1, "ranks": rank, "steps": 11} for rank in range(3)]
+    assert closed(*dropped).disagreement(10, 3) == ""
+
+
+def test_a_ticket_that_some_drop_names_them_and_the_others() -> None:
+    one = closed({}, {"dropped": 1, "ranks": 1, "steps": 11})
+    assert one.disagreement(10, 2) == "rank 0: step 10, rank 1: step 11"
+    waits = closed({}, {}, {"dropped": 1, "ranks": 2, "steps": -1})
+    assert "rank 2: wait or close" in waits.disagreement(10, 3)
+    assert "2 ranks: step 10" in waits.disagreement(10, 3)
+    most = closed({}, *({"dropped": 1, "ranks": rank, "steps": 11} for rank in (1, 2)))
+    assert "rank 0: step 10" in most.disagreement(10, 3)
+    assert "2 ranks: step 11" in most.disagreement(10, 3)

@@ -16,7 +16,7 @@ from moc.choose.cadence import is_persist_due
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.policy import Policy
 
-__all__ = ["Decision", "Ticket", "Words", "decide"]
+__all__ = ["Closing", "Decision", "Ticket", "Words", "decide"]
 
 _NEUTRAL = 1 << 62  # never the minimum: "not mine to say"
 
@@ -102,6 +102,51 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def is_resolved(self, marked: int) -> bool:
         """Whether the fate of a marked step is known: committed, or given up somewhere."""
         return marked <= max(self.committed, self.abandoned, self.failed)
+
+
+class Closing(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows every ticket, summed over the ranks: the save is made, or the ticket dropped.
+
+    A ticket is posted ahead, so it cannot tell that a rank then comes with another step. Without
+    this, that rank's next reduction would meet another one of the others, which gloo answers by
+    ending the process.
+
+    Attributes:
+        counts: routed tokens, all layers in one row.
+        changed: ranks whose structure is no longer the planned one, though the ticket said so.
+        dropped: ranks that dropped the ticket.
+        ranks: sum of their numbers; one alone is named by it.
+        steps: sum of the steps that they came with instead; -1 for `wait` and `close`.
+    """
+
+    counts: list[int]
+    changed: int = 0
+    dropped: int = 0
+    ranks: int = 0
+    steps: int = 0
+
+    def pack(self) -> list[int]:
+        """Words for an all-reduce with SUM."""
+        return [*self.counts, self.changed, self.dropped, self.ranks, self.steps]
+
+    @classmethod
+    def unpack(cls, words: Sequence[int]) -> Closing:
+        """Read the sum over all ranks of `pack`."""
+        *counts, changed, dropped, ranks, steps = words
+        return cls(counts=counts, changed=changed, dropped=dropped, ranks=ranks, steps=steps)
+
+    def disagreement(self, due: int, world_size: int) -> str:
+        """Who did what, if some ranks made the save of step ``due`` and others did not."""
+        kept = world_size - self.dropped
+        if not kept or not self.dropped:
+            return ""
+        others = world_size * (world_size - 1) // 2 - self.ranks
+        instead = f"step {self.steps / self.dropped:g}" if self.steps >= 0 else "wait or close"
+        told = [(self.ranks, self.dropped, instead), (others, kept, f"step {due}")]
+        return ", ".join(
+            f"rank {numbers}: {what}" if count == 1 else f"{count} ranks: {what}"
+            for numbers, count, what in sorted(told)
+        )
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from moc import knobs
 from moc.choose.cadence import is_snapshot_due, next_snapshot
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.retention import BufferFacts, victim
-from moc.choose.ticket import Decision, Ticket, Words, decide
+from moc.choose.ticket import Closing, Decision, Ticket, Words, decide
 from moc.comm.group import Pending, agree, gather_values
 from moc.core.faults import FaultScript
 from moc.core.manifest import CommitHead, Seal, step_dir
@@ -43,6 +43,7 @@ from moc.state.tensors import over
 __all__ = ["Saver"]
 
 _LOCK_POLL_SECS = 0.001
+_MARGIN_SECS = 5.0  # so that the copy's own deadline, which names who is missing, comes first
 _ROUND_SECS = 0.5  # between looks at how the other ranks fare, in `wait`
 
 
@@ -117,8 +118,7 @@ class Saver:
             self._let_finish()
         self._settle_copy()
         ticket = self._read_ticket(step)
-        if self._has_other_structure(ticket):
-            self._restructure()
+        counted = self._close_ticket(step, ticket)
         structure = self._structure
         assert structure is not None
         self._learn(ticket)
@@ -135,9 +135,6 @@ class Saver:
             full=full,
             forced=forced,
         )
-        counts = session.tokens.counts().reshape(-1).tolist()
-        changed = int(structure.stamp != session.live.stamp())
-        counted = session.group.post_sum([*counts, changed])
         self._newest = step
         if decision.marked:
             self._handover.marked = step
@@ -174,6 +171,7 @@ class Saver:
         self._settle_copy()
         if step < 0:
             return
+        self._drop_ticket(-1)
         deadline = knobs.monotonic() + session.policy.timeout_secs
         while True:  # in rounds: a rank that failed must not leave the others waiting
             problem = self._hear_of(step, deadline)
@@ -255,11 +253,10 @@ class Saver:
         self._posted = (due, session.group.post_min(words.pack()))
 
     def _read_ticket(self, step: int) -> Ticket:
-        """The ticket for this step; one that was posted for another step is read and dropped."""
+        """The ticket for this step; one that was posted for another step is dropped."""
         session, timeout = self._session, self._session.policy.timeout_secs
         if self._posted is not None and self._posted[0] != step:
-            self._posted[1].wait(timeout)
-            self._posted = None
+            self._drop_ticket(step)
         if self._posted is None:
             self._post(step)
         assert self._posted is not None
@@ -297,17 +294,46 @@ class Saver:
             return f"its helper said nothing of step {step} in time"
         return ""
 
-    def _has_other_structure(self, ticket: Ticket) -> bool:
-        """Whether any rank holds something else than was planned. Collective.
+    def _close_ticket(self, step: int, ticket: Ticket) -> Pending:
+        """Say that the save is made, and see to it that what is held is what was planned.
 
         The ticket was posted before the optimizer step, which may have brought new state.
         """
         session, structure = self._session, self._structure
-        if structure is None or not ticket.unchanged:
-            return True
-        if ticket.settled:
-            return False
-        return not all(gather_values(session.group, structure.stamp == session.live.stamp(), bool))
+        is_planned = structure is not None and structure.stamp == session.live.stamp()
+        is_safe = structure is not None and ticket.unchanged and ticket.settled
+        counts = session.tokens.counts().reshape(-1).tolist()
+        closing = Closing(counts=counts, changed=int(is_safe and not is_planned))
+        counted = session.group.post_sum(closing.pack())
+        if not is_safe:
+            self._read_closing(step, counted)
+            if not ticket.unchanged or not all(gather_values(session.group, is_planned, bool)):
+                self._restructure()
+        return counted
+
+    def _drop_ticket(self, step: int) -> None:
+        """Say that the save that was announced is not made, but that of another step."""
+        if self._posted is None:
+            return
+        session = self._session
+        (due, pending), self._posted = self._posted, None
+        pending.wait(session.policy.timeout_secs)
+        counts = [0] * session.tokens.counts().numel()
+        closing = Closing(counts=counts, dropped=1, ranks=session.rank, steps=step)
+        self._read_closing(due, session.group.post_sum(closing.pack()))
+
+    def _read_closing(self, due: int, pending: Pending) -> Closing:
+        session = self._session
+        closing = Closing.unpack(pending.wait(session.policy.timeout_secs))
+        told = closing.disagreement(due, session.group.world_size)
+        if told:
+            raise RanksDisagree(
+                f"ranks disagree on the step of a save ({told}); manager.step, save and wait must "
+                "be called alike on every rank",
+                step=due,
+                rank=session.rank,
+            )
+        return closing
 
     def _let_finish(self) -> None:
         """Before a save that is asked for: one persist at a time, and this one is to be marked."""
@@ -428,13 +454,13 @@ class Saver:
                 buffer.release()
                 self._tear(step, torn)
                 return
-            *totals, changed = counted.wait(session.policy.timeout_secs)
-            if changed:
+            closing = self._read_closing(step, counted)
+            if closing.changed:
                 buffer.release()
                 text = f"snapshot of step {step} lacks optimizer state that has just appeared"
                 self._handover.fail(step, text)
                 return
-            routed = _by_layer(totals, session.experts_per_layer)
+            routed = _by_layer(closing.counts, session.experts_per_layer)
             whole = msgspec.structs.replace(head, routed=routed)
             buffer.put_seal(msgspec.structs.replace(seal, head=whole))
             buffer.release()
@@ -598,11 +624,14 @@ class Saver:
         """Wait for the copy in flight; its failure is noted, not raised: training may go on.
 
         Raises:
-            DeadlineError: the copy does not end; nothing can be saved any more.
+            DeadlineError: the copy does not end, or a rank is missing; nothing can be saved now.
+            RanksDisagree: other ranks save another step.
         """
-        step, timeout = self._newest, self._session.policy.timeout_secs
+        step, timeout = self._newest, self._session.policy.timeout_secs + _MARGIN_SECS
         try:
             self._worker.wait(timeout, f"the copy of step {step}")
+        except (DeadlineError, RanksDisagree):
+            raise
         except (MocError, OSError, RuntimeError, ValueError) as error:
             if self._worker.busy:
                 raise
