@@ -334,7 +334,7 @@ def test_of_two_starts_at_once_one_gets_the_run(one: Spec) -> None:
     def work(job: Spec) -> None:
         with Start(job) as start:
             state = start.train(1, 2)
-            kept = _tree(job.run_dir)
+        kept = _tree(job.run_dir)
         rival = AttemptRecord(
             attempt=2, parent=1, resumed_step=2, world_size=1, k_snapshot=8, k_persist=8
         )
