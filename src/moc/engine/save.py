@@ -43,7 +43,7 @@ from moc.state.tensors import over
 __all__ = ["Saver"]
 
 _LOCK_POLL_SECS = 0.001
-_MARGIN_SECS = 5.0  # so that the copy's own deadline, which names who is missing, comes first
+_MARGIN_SECS = 5.0  # so that the deadline of what is awaited, which says more, comes first
 _ROUND_SECS = 0.5  # between looks at how the other ranks fare, in `wait`
 
 
@@ -172,7 +172,8 @@ class Saver:
         if step < 0:
             return
         self._drop_ticket(-1)
-        deadline = knobs.monotonic() + session.policy.timeout_secs
+        # Later than the helper's own, which says who is missing.
+        deadline = knobs.monotonic() + session.policy.timeout_secs + _MARGIN_SECS
         while True:  # in rounds: a rank that failed must not leave the others waiting
             problem = self._hear_of(step, deadline)
             mine = (problem, fate.committed, fate.abandoned, fate.failed, fate.is_over(step))
