@@ -94,6 +94,11 @@ class Session:
         return self.nodes[self.rank]
 
     @property
+    def is_lister(self) -> bool:
+        """Whether this rank looks at its node's memory tier for all ranks of the node."""
+        return self.nodes.index(self.node) == self.rank
+
+    @property
     def experts_per_layer(self) -> tuple[int, ...]:
         """Global number of experts of each MoE layer."""
         return self.live.experts.experts

@@ -1,0 +1,134 @@
+"""What is left after a fault: the run, its orphaned helpers, commits, and every node's memory."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from moc import knobs
+from moc.comm.group import agree, gather_values
+from moc.core.manifest import Manifest, RunInfo, Seal, encode_json
+from moc.core.versions import Timeline, Version
+from moc.engine.session import Session
+from moc.errors import DamagedError, KeyExists, KeyMissing, RunBusy
+from moc.persist.client import orphans, stop
+from moc.persist.commit import load_manifest, load_timeline, roll_forward, versions_in
+from moc.persist.survey import RUN_KEY, find_run, read_run
+from moc.snapshot.buffers import lock_holders, read_seals, run_memory
+
+__all__ = ["StoreFacts", "identify", "list_memory", "read_store", "settle_orphans"]
+
+_KILL_SECS = 5.0
+_POLL_SECS = 0.02
+
+
+class StoreFacts(msgspec.Struct):
+    """What rank 0 found in the store."""
+
+    timeline: Timeline = Timeline()
+    manifests: list[Manifest] = []
+    problems: list[str] = []
+
+
+class _Held(msgspec.Struct):
+    """What one rank found in its node's memory."""
+
+    node: int
+    seals: list[Seal]
+
+
+def identify(session: Session, *, write: bool) -> None:
+    """Rank 0 reads, or with ``write`` makes, the identity of the run; all ranks learn it."""
+
+    def look() -> tuple[str, str]:
+        return _read_identity(session, write) if session.rank == 0 else ("", "")
+
+    mine = agree(session.group, look)
+    told = session.group.broadcast(msgspec.msgpack.encode(mine))
+    session.run_id, session.run_model = msgspec.msgpack.decode(told, type=tuple[str, str])
+
+
+def _read_identity(session: Session, write: bool) -> tuple[str, str]:
+    store = session.store
+    run = find_run(store)
+    if run is None:
+        if not write:
+            return "", ""
+        run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
+        try:
+            store.put_new(RUN_KEY, [encode_json(run)])
+        except KeyExists:  # another start was faster; the attempt's number decides who goes on
+            run = read_run(store)
+    if write and run.model != session.model_id:
+        raise RunBusy(
+            f"{store.url} belongs to another model (fingerprint {run.model}, this one is "
+            f"{session.model_id}): parameter names, shapes or experts differ; use another directory"
+        )
+    return run.run_id, run.model
+
+
+def settle_orphans(session: Session) -> None:
+    """Let helpers of the attempt before finish what they write, then end them. Collective.
+
+    They may hold complete files whose receipts are on the way; a commit after the step to resume
+    from is chosen would come too late.
+    """
+
+    def settle() -> None:
+        folder = run_memory(session.memory_dir, session.run_id)
+        if not session.is_lister or not folder.is_dir():
+            return
+        end = knobs.monotonic() + session.policy.grace_secs
+        while lock_holders(folder) and knobs.monotonic() < end:
+            knobs.sleep(_POLL_SECS)
+        stop(orphans(str(folder)), _KILL_SECS)
+
+    agree(session.group, settle)
+
+
+def read_store(session: Session) -> StoreFacts:
+    """Rank 0 finishes and lists commits; all ranks learn them, or its error."""
+
+    def look() -> StoreFacts:
+        if session.rank != 0 or not session.run_id:
+            return StoreFacts()
+        store = session.store
+        timeline = load_timeline(store)
+        problems = [] if session.is_foreign else roll_forward(store, timeline)[1]
+        unborn: list[Version] = []
+        manifests: list[Manifest] = []
+        for version in filter(timeline.is_live, versions_in(store)):
+            try:
+                manifests.append(load_manifest(store, version))
+            except KeyMissing:
+                unborn.append(version)
+            except DamagedError as error:
+                problems.append(str(error))
+        # Older folders without a manifest were retired, and hold files that later steps need.
+        newest = max((m.version for m in manifests), default=None)
+        problems += [
+            f"step {v} was never committed" for v in unborn if newest is None or v > newest
+        ]
+        if not manifests and not any("damaged" in p for p in problems):
+            problems = []  # a run that died before its first commit has lost nothing
+        return StoreFacts(timeline, manifests, problems)
+
+    mine = agree(session.group, look)
+    told = session.group.broadcast(msgspec.msgpack.encode(mine))
+    facts = msgspec.msgpack.decode(told, type=StoreFacts)
+    session.timeline = facts.timeline
+    return facts
+
+
+def list_memory(session: Session) -> tuple[tuple[int, Seal], ...]:
+    """Seals of all nodes; one rank of each node looks."""
+
+    def look() -> _Held:
+        if not session.is_lister or not session.run_id:
+            return _Held(session.node, [])
+        seals = read_seals(run_memory(session.memory_dir, session.run_id))
+        return _Held(session.node, [s for s in seals if s.run_id == session.run_id])
+
+    told = gather_values(session.group, agree(session.group, look), _Held)
+    return tuple((held.node, seal) for held in told for seal in held.seals)

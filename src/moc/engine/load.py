@@ -1,0 +1,352 @@
+"""Fills the live state of one rank from a recovery plan: compare, read, verify, copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import msgspec
+import torch
+
+from moc.comm.group import agree, gather_values
+from moc.core.box import Box, bounding_shape, uncovered
+from moc.core.digest import digest_bytes
+from moc.core.piece import EXTRA, STEP_OF_EXPERT
+from moc.core.versions import Version
+from moc.engine.report import SOURCES
+from moc.engine.session import Session
+from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS
+from moc.errors import DamagedError, MismatchError, StoreError
+from moc.persist.writer import shared_buffer
+from moc.recover.ladder import STORAGE, Fetch, RecoveryPlan, Source
+from moc.snapshot.buffers import run_memory
+from moc.state.extras import decode
+from moc.state.groups import match_groups, restore_groups
+from moc.state.live import Always, OwnedParam, Region
+from moc.state.tensors import over
+
+__all__ = ["Bad", "Loader", "once_per_file"]
+
+_SHOWN = 8
+
+Bad = list[tuple[tuple[int, str, int], str]]
+"""Places whose bytes were bad or gone, with a line about each."""
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """A live region to fill, and what to do when it is filled."""
+
+    region: Region
+    finish: Callable[[], None]
+
+
+class Loader:
+    """Fills this rank's live state from a plan."""
+
+    def __init__(self, session: Session, plan: RecoveryPlan) -> None:
+        self._session = session
+        self._plan = plan
+        self._extras: dict[str, bytearray] = {}
+        self._targets: dict[tuple[str, str], list[_Target]] = {}
+        self._steps: list[tuple[OwnedParam, torch.Tensor]] = []
+        # Ranks beyond the old world take the place of an old one, in turn.
+        self._as_rank = session.rank % plan.world_size
+        self._fetches = [f for f in plan.fetches if f.piece.rank in (-1, self._as_rank)]
+        self._table = _by_tensor(self._fetches)
+        self.nbytes = {c: dict.fromkeys(SOURCES, 0) for c in ("dense", "experts")}
+        self.entries = 0
+
+    def check(self, *, strict: bool) -> tuple[list[str], list[str]]:
+        """Compare the plan with the model before anything is touched. Collective.
+
+        Raises:
+            MismatchError: shapes or dtypes differ, or (strict) names do.
+        """
+        regions = list(self._session.live.model_regions())
+        missing: list[str] = []
+        differing = self._other_layers()
+        for region in regions:
+            label = f"{region.fqn} ({region.part})"
+            entry = self._table.get((region.fqn, region.part))
+            if entry is None:
+                missing.append(label)
+                continue
+            wanted = self._session.live.logical_shape(region)
+            if (entry.dtype, entry.shape) != (region.dtype, wanted):
+                differing.append(
+                    f"{label}: checkpoint {entry.dtype} {list(entry.shape)}, "
+                    f"model {region.dtype} {list(wanted)}"
+                )
+            elif uncovered(region.box, entry.boxes):
+                missing.append(f"{label}: parts of it")
+            self._targets.setdefault((region.fqn, region.part), []).append(
+                _Target(region, _nothing)
+            )
+        here = {key for key in self._table if key in self._targets}
+        told = gather_values(
+            self._session.group,
+            (missing, differing, sorted(here)),
+            tuple[list[str], list[str], list[tuple[str, str]]],
+        )
+        known = {key for _, _, keys in told for key in keys}
+        names = {fqn for fqn, part in self._table if part in ("weight", "buffer")}
+        unexpected = sorted(names - {fqn for fqn, _ in known})
+        all_missing = sorted({text for texts, _, _ in told for text in texts})
+        all_differing = sorted({text for _, texts, _ in told for text in texts})
+        if all_differing or (strict and (all_missing or unexpected)):
+            raise MismatchError(
+                _tell_mismatch(self._plan.version, all_missing, unexpected, all_differing),
+                missing=tuple(all_missing),
+                unexpected=tuple(unexpected),
+                differing=tuple(all_differing),
+            )
+        return all_missing, unexpected
+
+    def _other_layers(self) -> list[str]:
+        """MoE layers are compared even without ``strict``: experts are counted by them."""
+        head, here = self._plan.head, self._session.live.experts
+        saved = dict(zip(head.layers, map(len, head.routed), strict=True))
+        now = dict(zip(here.layers, here.experts, strict=True))
+        return [
+            f"MoE layer {name}: {saved.get(name, 'no')} experts in the checkpoint, "
+            f"{now.get(name, 'none')} in the model"
+            for name in {**saved, **now}
+            if saved.get(name) != now.get(name)
+        ]
+
+    def load(self, *, strict: bool) -> Bad:
+        """Read, verify and copy everything this rank wants. Collective.
+
+        Returns:
+            Places whose bytes were bad or gone, on any rank, with a line about each.
+
+        Raises:
+            MismatchError: optimizers or extras differ; nothing was touched by this call.
+        """
+        bad = self._fetch([f for f in self._fetches if f.piece.part == EXTRA])
+        if bad:
+            return bad
+        agree(self._session.group, lambda: self._check_small(strict=strict))
+        self._adopt_optimizer_state()
+        return self._fetch(
+            [f for f in self._fetches if f.piece.part != EXTRA and self._is_wanted(f)]
+        )
+
+    def _check_small(self, *, strict: bool) -> None:
+        if OPTIMIZER_GROUPS in self._extras:
+            match_groups(self._session.live, decode(self._extras[OPTIMIZER_GROUPS]))
+        if EXTRAS in self._extras and strict:
+            self._session.extras.check(self._extras[EXTRAS])
+
+    def _fetch(self, wanted: Sequence[Fetch]) -> Bad:
+        chosen = [(f, self._source(f)) for f in wanted]
+        bad: list[tuple[tuple[int, str, int], str]] = []
+        with ExitStack() as stack:
+            views: dict[str, memoryview] = {}
+            local = [(f, s) for f, s in chosen if s.node in (STORAGE, self._session.node)]
+            for fetch, source in sorted(local, key=lambda item: item[1]):
+                try:
+                    data = self._read(fetch, source, views, stack)
+                except (DamagedError, StoreError, OSError) as error:
+                    bad.append((source.place, _tell_bad(fetch, source, error)))
+                    continue
+                self._fill(fetch, data)
+                self._count(fetch, source)
+                del data
+            remote = [(f, s) for f, s in chosen if s.node not in (STORAGE, self._session.node)]
+            bad += self._exchange(remote, views, stack)
+            views.clear()
+        return [item for told in gather_values(self._session.group, bad, Bad) for item in told]
+
+    def finish(self, *, strict: bool) -> None:
+        """After every byte has arrived: Python numbers, stale moments, groups, extras."""
+        session = self._session
+        for targets in self._targets.values():
+            for target in targets:
+                target.finish()
+        for owned, steps in self._steps:
+            entry = owned.entry
+            assert entry is not None
+            versions = self._plan.versions[entry.layer]
+            stale = {
+                entry.first + row: float(steps[row])
+                for row in range(entry.count)
+                if versions[entry.first + row] < self._plan.version
+            }
+            session.live.rescale(owned, stale)
+        if OPTIMIZER_GROUPS in self._extras:
+            restore_groups(session.live, decode(self._extras[OPTIMIZER_GROUPS]))
+        routed = self._plan.head.routed
+        width = max(map(len, routed), default=0)
+        total = torch.zeros((len(routed), width), dtype=torch.int64)
+        if session.rank == 0:  # the total is a sum over ranks; one of them carries the past
+            for layer, row in enumerate(routed):
+                total[layer, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        session.tokens.load(total)
+        if EXTRAS in self._extras:
+            session.extras.restore(self._extras[EXTRAS], strict=strict)
+
+    def _adopt_optimizer_state(self) -> None:
+        parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for (fqn, part), entry in self._table.items():
+            if part not in ("weight", "buffer", EXTRA, STEP_OF_EXPERT):
+                parts.setdefault(fqn, {})[part] = (entry.dtype, entry.shape)
+        live = self._session.live
+        self._steps = []
+        self.entries = 0
+        for owned in live.owned():
+            name = live.global_name(owned.fqn)
+            for region, finish in live.adopt(owned, parts.get(name, {})):
+                self._targets[region.fqn, region.part] = [_Target(region, finish)]
+                self.entries += 1
+            if (name, STEP_OF_EXPERT) in self._table and owned.entry is not None:
+                steps = torch.zeros(owned.entry.count)
+                box = Box((owned.entry.first,), (owned.entry.count,))
+                self._steps.append((owned, steps))
+                self._targets[name, STEP_OF_EXPERT] = [
+                    _Target(
+                        Region(
+                            fqn=name,
+                            part=STEP_OF_EXPERT,
+                            box=box,
+                            dtype="F32",
+                            tensor=Always(steps),
+                            overlapped=False,
+                        ),
+                        _nothing,
+                    )
+                ]
+
+    def _is_wanted(self, fetch: Fetch) -> bool:
+        piece = fetch.piece
+        return any(
+            piece.box.numel == 0 or target.region.box.intersect(piece.box) is not None
+            for target in self._targets.get((piece.fqn, piece.part), ())
+        )
+
+    def _source(self, fetch: Fetch) -> Source:
+        """Own memory, then the store, then another node's memory."""
+        rank = {self._session.node: 0, STORAGE: 1}
+        return min(fetch.sources, key=lambda s: (rank.get(s.node, 2), s))
+
+    def _read(
+        self, fetch: Fetch, source: Source, views: dict[str, memoryview], stack: ExitStack
+    ) -> memoryview | bytearray:
+        nbytes = fetch.piece.nbytes
+        data: memoryview | bytearray
+        if source.node == STORAGE:
+            data = bytearray(self._session.store.get(source.file, source.offset, nbytes))
+        else:
+            if source.file not in views:
+                folder = run_memory(self._session.memory_dir, self._session.run_id)
+                views[source.file] = stack.enter_context(shared_buffer(str(folder / source.file)))
+            data = views[source.file][source.offset : source.offset + nbytes]
+        if len(data) != nbytes:
+            raise DamagedError(f"{len(data)} bytes instead of {nbytes}")
+        if source.digest and digest_bytes(memoryview(data)) != source.digest:
+            raise DamagedError("the digest differs")
+        return data
+
+    def _exchange(
+        self,
+        remote: Sequence[tuple[Fetch, Source]],
+        views: dict[str, memoryview],
+        stack: ExitStack,
+    ) -> list[tuple[tuple[int, str, int], str]]:
+        """Pieces that only another node's memory holds: its lister reads, all ranks hear."""
+        session = self._session
+        index = {f.piece.name: i for i, f in enumerate(self._plan.fetches)}
+        mine = [(index[f.piece.name], s) for f, s in remote]
+        told = gather_values(session.group, mine, list[tuple[int, Source]])
+        asked = sorted({item for items in told for item in items})
+        wanted = {i for i, _ in mine}
+        bad = []
+        for i, source in asked:
+            fetch = self._plan.fetches[i]
+            reader = session.nodes.index(source.node)
+            data: bytes | None = None
+            if session.rank == reader:
+                try:
+                    data = bytes(self._read(fetch, source, views, stack))
+                except (DamagedError, OSError) as error:
+                    bad.append((source.place, _tell_bad(fetch, source, error)))
+                    data = b""
+            data = session.group.broadcast(data, src=reader)
+            if i in wanted and len(data) == fetch.piece.nbytes:
+                self._fill(fetch, bytearray(data))
+                self._count(fetch, source)
+        return bad
+
+    def _fill(self, fetch: Fetch, data: memoryview | bytearray) -> None:
+        piece = fetch.piece
+        if piece.part == EXTRA:
+            self._extras[piece.fqn] = bytearray(data)
+            return
+        source = over(data, 0, piece.dtype, piece.box.sizes)
+        with torch.no_grad():
+            for target in self._targets[piece.fqn, piece.part]:
+                common = target.region.box.intersect(piece.box) if piece.box.sizes else piece.box
+                if common is None:
+                    continue
+                values = source[common.within(piece.box)] if piece.box.sizes else source
+                target.region.view(common).copy_(values)
+
+    def _count(self, fetch: Fetch, source: Source) -> None:
+        kind = "experts" if fetch.piece.is_expert else "dense"
+        place = {STORAGE: "storage", self._session.node: "memory"}.get(source.node, "peer")
+        older = "_older" if fetch.version < self._plan.version else ""
+        self.nbytes[kind][place + older] += fetch.piece.nbytes
+
+
+class _Logical(msgspec.Struct):
+    """A logical tensor in the checkpoint."""
+
+    dtype: str
+    boxes: list[Box]
+    shape: tuple[int, ...] = ()
+
+
+def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
+    table: dict[tuple[str, str], _Logical] = {}
+    for fetch in fetches:
+        piece = fetch.piece
+        entry = table.setdefault((piece.fqn, piece.part), _Logical(piece.dtype, []))
+        entry.boxes.append(piece.box)
+    for entry in table.values():
+        entry.shape = bounding_shape(entry.boxes)
+    return table
+
+
+def _nothing() -> None:
+    """Nothing is left to do."""
+
+
+def once_per_file(bad: Bad) -> list[str]:
+    """A line for every file with bad or missing pieces: one lost file holds hundreds."""
+    by_file: dict[tuple[int, str], list[str]] = {}
+    for (node, file, _), text in sorted(bad):
+        by_file.setdefault((node, file), []).append(text)
+    return [
+        texts[0] + (f" (and {len(texts) - 1} more pieces of it)" if len(texts) > 1 else "")
+        for texts in by_file.values()
+    ]
+
+
+def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
+    where = "the store" if source.node == STORAGE else f"the memory of node {source.node}"
+    return f"{fetch.piece.name} in {source.file} ({where}) cannot be used: {error}"
+
+
+def _tell_mismatch(
+    version: Version, missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
+) -> str:
+    lines = [f"step {version} is of another model, or does not fit this one; nothing was changed"]
+    for title, names in (
+        ("missing in the checkpoint", missing),
+        ("unexpected in the checkpoint", unexpected),
+        ("different", differing),
+    ):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"{title} ({len(names)}): {', '.join(names[:_SHOWN])}{more}")
+    return "; ".join(lines)
