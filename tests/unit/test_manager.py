@@ -102,6 +102,7 @@ def test_without_an_optimizer_every_call_saves(managers: Managers) -> None:
     model = dense()
     with managers(model) as manager:
         manager.step(1)
+        manager.wait()
         manager.step(2)
     assert manager.stats()["saves"] == 2
     again = dense(1)
@@ -951,7 +952,7 @@ def test_a_torn_snapshot_is_never_sealed(managers: Managers) -> None:
     run_steps(manager, model, optimizer, [1])
     manager.wait()
     go = threading.Event()
-    manager._saver._worker._pool.submit(go.wait, 30)
+    manager._saver._snapshots.worker._pool.submit(go.wait, 30)
     run_steps(manager, model, optimizer, [2])
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -978,7 +979,7 @@ def test_the_optimizer_waits_for_the_copy(managers: Managers) -> None:
     manager.wait()
     train(model, optimizer, 2)
     go.clear()
-    manager._saver._worker._pool.submit(go.wait, 30)
+    manager._saver._snapshots.worker._pool.submit(go.wait, 30)
     manager.step(2)
     then = state_of(model, optimizer)
     assert not go.is_set()
@@ -1031,3 +1032,21 @@ def test_stats_count_what_happened(managers: Managers) -> None:
     expert = DIM * DIM * 4 * 3 + 4  # a weight, two moments, its own step
     assert stats["full_bytes"] - stats["partial_bytes"] == expert * (EXPERTS - 1)
     assert stats["committed_bytes"][2] > stats["committed_bytes"][8]
+
+
+def test_a_clean_exit_makes_up_for_a_persist_that_was_passed_over(managers: Managers) -> None:
+    """Step 2 was due while step 1 was outstanding, and stayed in memory; no step follows."""
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1])
+        manager.wait()
+        helper = manager._saver._handover._helper
+        assert helper is not None
+        os.kill(helper.pid, signal.SIGSTOP)
+        run_steps(manager, model, optimizer, [2, 3])
+        assert manager.stats()["marked"] == 2
+        os.kill(helper.pid, signal.SIGCONT)
+    assert manager.stats()["marked"] == 3
+    assert manager.all_steps() == [1, 2, 3]
+    compare(stored(managers.run, 3), state_of(model, optimizer))
