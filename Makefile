@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+HF_STAMP := $(VENV)/.stamp-hf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check clean
+.PHONY: help venv demo test test-hf check clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## make .venv with the package (editable) and the development tools
 
@@ -18,6 +19,9 @@ demo: $(STAMP)  ## train a small MoE with and without a fault, and say what it c
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest
+
+test-hf: $(HF_STAMP)  ## run the tests that need transformers (the extra `hf`)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/hf
 
 check: $(STAMP)  ## format, lint, types, import contracts, docs
 	$(BIN)/ruff format --check .
@@ -35,4 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q src
+	touch $@
+
+$(HF_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf]'
 	touch $@
