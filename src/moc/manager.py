@@ -335,7 +335,8 @@ class CheckpointManager:
             k = getattr(self._policy, name)
             if k is not None and experts.experts and k > most:
                 raise ConfigError(
-                    f"Policy({name}={k}) is more than the {most} experts of any MoE layer"
+                    f"Policy({name}={k}) is more than the {most} experts of any MoE layer; use at "
+                    f"most {most}, or None for all"
                 )
 
 

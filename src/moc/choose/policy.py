@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 from moc.errors import ConfigError
 
 __all__ = ["Policy"]
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
     """When to save, how much, and what to keep.
 
     Attributes:
@@ -57,6 +57,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             *("keep_latest_k", "keep_every", "timeout_secs", "grace_secs"),
         ):
             value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float)
+            ):
+                raise ConfigError(f"Policy({name}={value!r}): a number{_HINTS.get(name, '')}")
             if value is not None and value <= 0:
                 raise ConfigError(f"Policy({name}={value}): must be positive{_HINTS.get(name, '')}")
         if self.skip not in ("strict", "full"):
@@ -68,9 +72,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 f"Policy(buffers={self.buffers}): at least 3 (one is being written, one persisted, "
                 "one kept for recovery)"
             )
-        if self.k_snapshot is not None and (
-            self.k_persist is None or self.k_persist > self.k_snapshot
-        ):
+        if self.k_snapshot is not None and self.k_persist is None:
+            raise ConfigError(
+                f"Policy(k_snapshot={self.k_snapshot}) without k_persist, which is all experts; a "
+                f"persist writes what a snapshot holds; give k_persist, 1 to {self.k_snapshot}"
+            )
+        if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigError(
                 f"Policy(k_snapshot={self.k_snapshot}, k_persist={self.k_persist}): a persist "
                 "writes what a snapshot holds, so k_persist must be at most k_snapshot"

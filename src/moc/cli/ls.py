@@ -84,4 +84,4 @@ def _draw(url: str, found: Survey) -> None:
         console.print()
         asides = [(aside.folder, aside.why) for aside in found.other]
         columns = ("folder", "why")
-        console.print(draw.table("No steps to restore", columns, asides, "folder,why"))
+        console.print(draw.table("Folders that are no steps", columns, asides, "folder,why"))

@@ -102,6 +102,8 @@ def agree(group: Group, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
+        if group.world_size == 1 and isinstance(error, MocError):
+            raise  # there is nobody else to tell
         cause = error
     mine = _Outcome(type(cause).__name__, str(cause)) if cause else _Outcome()
     outcomes = gather_values(group, mine, _Outcome)

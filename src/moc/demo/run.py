@@ -196,6 +196,7 @@ def _result(
         "by_class": reports[-1]["by_class"],
         "oldest_expert_age_steps": reports[-1]["oldest_expert_age"],
         "recovery_secs": recovery_secs,
+        "restore_secs": reports[-1].get("secs", {}).get("total"),
     }
 
 

@@ -46,7 +46,17 @@ class Handover:
         self.abandoned = -1
         self.committed_bytes: dict[int, int] = {}
         self.counts = dict.fromkeys(
-            ("saves", "marked", "committed", "abandoned", "failed", "torn", "warnings"), 0
+            (
+                "saves",
+                "marked",
+                "passed_over",
+                "committed",
+                "abandoned",
+                "failed",
+                "torn",
+                "warnings",
+            ),
+            0,
         )
         self.counts["helper_restarts"] = 0
 

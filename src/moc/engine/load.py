@@ -340,7 +340,10 @@ def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
 def _tell_mismatch(
     version: Version, missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
 ) -> str:
-    lines = [f"step {version} is of another model, or does not fit this one; nothing was changed"]
+    lines = [
+        f"step {version} is of another model, or does not fit this one; nothing was changed "
+        "(another directory for another model, strict=False to load what fits)"
+    ]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("unexpected in the checkpoint", unexpected),

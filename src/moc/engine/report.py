@@ -25,6 +25,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         plt: Proportion of Lost Tokens so far, paper eq. (7), a share (0.0375 is 3.75 %).
         plt_unique: the share of tokens that the restored state lacks, each counted once.
         plt_is_estimate: the planned token count was extrapolated, not given.
+        uncounted: MoE layers whose router was not found, so that no tokens were counted there.
         secs: seconds per phase: ``inventory``, ``load``, ``total``.
         optimizer_entries: optimizer states restored, summed over ranks.
         missing: names the model wants and the checkpoint lacks (``strict=False`` only).
@@ -44,6 +45,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     plt_unique: float
     plt_is_estimate: bool
     secs: dict[str, float]
+    uncounted: list[str] = []
     optimizer_entries: int = 0
     missing: list[str] = []
     unexpected: list[str] = []
@@ -58,6 +60,10 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
             f"restored step {self.step} ({total / 1e6:.1f} MB: {parts}) "
             f"in {self.secs.get('total', 0.0):.2f} s; "
             f"{self.stale_experts} experts older, the oldest by {self.oldest_expert_age} steps; "
-            f"{self.lost_tokens} tokens lost, PLT {100 * self.plt:.3f} %"
+            + (
+                f"{self.lost_tokens} tokens lost, PLT {100 * self.plt:.3f} %"
+                if not self.uncounted
+                else f"lost tokens are not known: no router was found in {self.uncounted[0]}"
+            )
         ]
         return "\n".join([*lines, *self.reasons])

@@ -218,6 +218,11 @@ def _report(
             "load": loaded - inventoried,
             "total": knobs.monotonic() - began,
         },
+        uncounted=[
+            name
+            for name, routed in zip(plan.head.layers, plan.head.routed, strict=True)
+            if not any(routed)
+        ],
         optimizer_entries=entries,
         missing=names[0],
         unexpected=names[1],

@@ -114,6 +114,8 @@ class Saver:
             forced=forced,
         )
         self._newest = step
+        if not decision.marked and is_persist_due(step, self._handover.marked, session.policy):
+            self._pass_over(step)
         if decision.marked:
             self._handover.marked = step
             self._pending[step] = decision.choice
@@ -311,19 +313,48 @@ class Saver:
         agree(session.group, lambda: self._snapshots.allocate(structure))
         self._structure = structure
         if session.rank == 0:
-            for fqn, part in sorted(structure.diverged):
-                text = f"{part} {fqn} differs between ranks and is saved by each"
-                session.note("warning", 0, text=text)
-            count, nbytes, wanted = (
-                structure.buffers,
-                structure.buffer_bytes,
-                structure.buffers_wanted,
-            )
-            text = f"{count} buffers of {nbytes / 1e6:.1f} MB per rank in {session.memory_dir}"
-            if count < wanted:
-                text += f"; {wanted} would keep every expert's newest version in memory"
-            session.note("memory", 0, nbytes=count * nbytes, text=text)
+            self._tell_structure(structure)
         return structure
+
+    def _pass_over(self, step: int) -> None:
+        """A persist is due and stays in memory: the one before is not resolved."""
+        counts, marked = self._handover.counts, self._handover.marked
+        if not counts["passed_over"] and self._session.rank == 0:
+            text = (
+                f"the persist that was due is passed over, step {marked} is still being persisted; "
+                "the store is slower than persist_every asks (said once, counted in stats())"
+            )
+            self._session.note("warning", step, text=text)
+        counts["passed_over"] += 1
+
+    def _tell_structure(self, structure: Structure) -> None:
+        """Once per structure: what memory is used, and what the user may not have meant."""
+        session = self._session
+        count, nbytes, wanted = (
+            structure.buffers,
+            structure.buffer_bytes,
+            structure.buffers_wanted,
+        )
+        text = f"{count} buffers of {nbytes / 1e6:.1f} MB per rank in {session.memory_dir}"
+        if count < wanted:
+            text += f"; {wanted} would keep every expert's newest version in memory"
+        session.note("memory", 0, nbytes=count * nbytes, text=text)
+        for fqn, part in sorted(structure.diverged):
+            text = f"{part} {fqn} differs between ranks and is saved by each"
+            session.note("warning", 0, text=text)
+        uncounted = session.tokens.missing
+        if uncounted:
+            text = (
+                f"no router was found in {len(uncounted)} MoE layers ({uncounted[0]}, ...): lost "
+                "tokens are not counted there; name a module that returns expert ids (router=)"
+            )
+            session.note("warning", 0, text=text)
+        if session.policy.k_snapshot is not None and not session.experts_per_layer:
+            text = (
+                "no routed expert was recognised, so k_snapshot has no effect; name them with "
+                "experts=[moc.ExpertRule(...)]"
+            )
+            session.note("warning", 0, text=text)
 
     def _make_up(self) -> None:
         """Persist the newest save if one was due and had to be passed over for another's sake."""

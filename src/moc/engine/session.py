@@ -130,18 +130,21 @@ class Session:
             event = self._events.popleft()
             loud = event.kind in ("failed", "torn", "abandoned", "warning")
             if self.rank == 0 or loud:
-                log.log(
-                    logging.WARNING if loud else logging.INFO,
-                    "%s step %d: %s (%.3f s, %d bytes, rank %d)",
-                    event.kind,
-                    event.step,
-                    event.text or "-",
-                    event.secs,
-                    event.nbytes,
-                    event.rank,
-                )
+                log.log(logging.WARNING if loud else logging.INFO, "%s", _line(event))
             if self.on_event is not None:
                 self.on_event(event)
+
+
+def _line(event: Event) -> str:
+    """An event for people: who speaks, what happened, and figures where there are any."""
+    parts = [f"moc: {event.kind.replace('_', ' ')}, step {event.step}, rank {event.rank}"]
+    if event.text:
+        parts.append(event.text)
+    if event.nbytes:
+        parts.append(f"{event.nbytes / 1e6:.1f} MB")
+    if event.secs:
+        parts.append(f"{event.secs:.3f} s")
+    return "; ".join(parts)
 
 
 def host_name() -> str:
