@@ -37,6 +37,7 @@ clean:  ## remove what tools left, but not .venv
 # `python -m venv` over a folder only adds what is missing. pip takes what it is configured to.
 $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a minute or two, about 1.2 GB"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -q src
 	touch $@

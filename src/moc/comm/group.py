@@ -101,7 +101,7 @@ def agree(group: Group, fn: Callable[[], T]) -> T:
     result: T | None = None
     try:
         result = fn()
-    except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
+    except Exception as error:
         if group.world_size == 1 and isinstance(error, MocError):
             raise  # there is nobody else to tell
         cause = error
