@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import moc
 from moc import knobs
 from moc.errors import DeadlineError, HelperError
 from moc.persist.messages import Channel, Close, FromHelper, Hello
@@ -19,7 +18,7 @@ from moc.persist.messages import Channel, Close, FromHelper, Hello
 __all__ = ["Helper", "orphans", "stop"]
 
 _POLL_SECS = 0.01
-_SOURCE_ROOT = str(Path(moc.__file__).resolve().parent.parent)
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class Helper:
