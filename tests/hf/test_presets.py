@@ -33,6 +33,7 @@ transformers: Any = pytest.importorskip(
     minversion="5.0",
     reason="needs the extra `hf` (transformers 5.0 or newer): make test-hf",
 )
+transformers.utils.logging.disable_progress_bar()  # its thread would stay; later tests fork
 
 pytestmark = pytest.mark.hf
 
