@@ -201,7 +201,7 @@ def _attempt_row(record: AttemptRecord) -> tuple[str, ...]:
         draw.when(record.time),
         str(record.resumed_step) if record.resumed_step else "start",
         str(record.world_size),
-        f"{record.k_snapshot}/{record.k_persist}",
+        f"{record.k_snapshot}/{record.k_persist}" if record.k_snapshot else "-",
         f"{sum(map(sum, record.lost)):,}",
         f"{record.host}:{record.pid}",
     )
