@@ -35,6 +35,13 @@ ON_REQUEST = moc.Policy(snapshot_every=1000, persist_every=1000, on_error="raise
 """Nothing is saved but by `manager.save`."""
 
 
+def helper_of(manager: moc.CheckpointManager) -> int:
+    """Process id of a manager's helper, whose command line may not be set yet."""
+    helper = manager._saver._handover._helper
+    assert helper is not None
+    return helper.pid
+
+
 def helpers(memory_dir: Path) -> list[int]:
     """Process ids of the helpers of the runs in a memory directory."""
     return [pid for folder in memory_dir.glob("moc-*") for pid in orphans(str(folder))]
@@ -84,7 +91,7 @@ def test_a01_what_happens_after_the_call_is_not_in_the_file(
     push(model, optimizer, 1.0)
     manager = managers(model, optimizer, policy=policy, extras={"mine": extra})
     manager.restore()
-    (helper,) = helpers(managers.memory_dir)
+    helper = helper_of(manager)
     for number in range(1, 6):
         zero(model, optimizer)
         extra.state = {"list": [0, 0], "done": False}
@@ -160,7 +167,7 @@ def test_a02_a_failed_background_save_is_reported(disk: Disk, managers: Managers
     push(model, optimizer, 1.0)
     manager.save(1)
     manager.wait()
-    (helper,) = helpers(managers.memory_dir)
+    helper = helper_of(manager)
     disk.fill(helper)
     push(model, optimizer, 1.0)
     manager.save(2)
