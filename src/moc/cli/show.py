@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from moc.cli import draw
-from moc.core.manifest import Manifest, step_dir
+from moc.core.manifest import Manifest
 from moc.core.versions import AttemptRecord, Timeline, Version
 from moc.errors import DamagedError, MocError, NothingValid, StepNotFound
 from moc.persist.commit import load_manifest
@@ -74,8 +74,7 @@ def _pick(store: Store, found: Survey, step: int | None) -> Manifest:
 
 
 def _own_bytes(manifest: Manifest) -> int:
-    folder = step_dir(manifest.version) + "/"
-    return sum(f.nbytes for f in manifest.files if f.key.startswith(folder))
+    return sum(f.nbytes for f in manifest.files if f.is_of(manifest.version))
 
 
 # ---------------------------------------------------------------------- for programs
@@ -173,7 +172,7 @@ def _draw_ages(manifest: Manifest) -> None:
     names = [draw.printable(name) for name in manifest.head.layers]
     label = min(_LABEL_COLUMNS, max(map(len, ["MoE layer", *names])) + 1)
     console.print()
-    console.print("Age of each expert, in steps (0: written by this step)", style="bold")
+    console.print("Age of each expert, in steps (0: saved by this step)", style="bold")
     console.print(
         f"{'MoE layer':<{label}}" + "".join(f"{e:>{cell}}" for e in range(per_line)), style="dim"
     )

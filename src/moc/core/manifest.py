@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from moc.core.digest import digest_bytes
-from moc.core.piece import PieceRecord
+from moc.core.piece import Piece, PieceRecord
 from moc.core.versions import Version
 from moc.errors import DamagedError
 
@@ -76,6 +76,10 @@ class FileInfo(msgspec.Struct, frozen=True):
     nbytes: int
     header_digest: str
 
+    def is_of(self, version: Version) -> bool:
+        """Whether the save of this version wrote it; otherwise it is *referenced*."""
+        return self.key.startswith(step_dir(version) + "/")
+
 
 class CommitHead(msgspec.Struct, frozen=True, kw_only=True):
     """What a commit needs beyond the receipts' own pieces; rides in rank 0's receipt.
@@ -106,11 +110,15 @@ class CommitHead(msgspec.Struct, frozen=True, kw_only=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """``rank-00004.receipt``: this rank's files of this step are durable.
 
+    A piece that has not changed since ``head.base`` may be *referenced*: its record names the
+    file of an older step that the base's own record of the piece names. So a reference is never
+    more than one file deep, and rests on nothing but the base.
+
     Attributes:
         version: of the save.
         rank: writer.
         world_size: how many receipts make the step.
-        files: what was written.
+        files: what was written, and files of older steps that hold unchanged pieces.
         pieces: where each piece lies, with digests.
         head: on rank 0 only.
     """
@@ -164,8 +172,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         world_size: ranks that wrote it.
         head: model, layers, tokens, K's; see `CommitHead`.
         files: every file that the records name, also those of older steps.
-        dense: records of all dense pieces, of this step.
-        experts: records of all routed experts' pieces, each of its expert's newest version.
+        dense: records of all dense pieces, as they are at this step.
+        experts: records of all routed experts' pieces, each of its expert's newest version. The
+            file of an unchanged piece is older than the version.
         versions: the version of every expert, [layer][expert].
         version_routed: cumulative routed tokens at that version.
         version_lost: lost tokens at that version.
@@ -185,6 +194,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     created: str = ""
 
+    @property
+    def own_records(self) -> list[PieceRecord]:
+        """Records of what this step saved, written or referenced; others are inherited."""
+        return [*self.dense, *(r for r in self.experts if self._is_saved(r.piece))]
+
+    @property
+    def referenced_bytes(self) -> int:
+        """Bytes of pieces that this step saved without writing them."""
+        own = [f.is_of(self.version) for f in self.files]
+        return sum(r.piece.nbytes for r in self.own_records if not own[r.file])
+
+    def _is_saved(self, piece: Piece) -> bool:
+        return piece.expert in self.head.saved[piece.layer]
+
 
 class _Format(msgspec.Struct):
     """What tells whether the rest can be read at all."""
@@ -203,14 +226,15 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
 
     Raises:
         DamagedError: receipts are missing or of different versions, the base is not the one
-            named, an expert has no record in either, or the receipts hold other experts than the
-            head says.
+            named, an expert has no record in either, the receipts hold other experts than the
+            head says, or they reference what the base does not have.
     """
     receipts = sorted(receipts, key=lambda r: r.rank)
     head = _check_receipts(receipts)
     first = receipts[0]
     if (base.version if base else None) != head.base:
         raise DamagedError(f"step {first.version} builds on {head.base}, not on the given base")
+    _check_references(receipts, base)
 
     files: list[FileInfo] = []
     index: dict[str, int] = {}
@@ -288,6 +312,26 @@ def _check_receipts(receipts: Sequence[Receipt]) -> CommitHead:
             f"{sorted(wrong)[:8]}"
         )
     return first.head
+
+
+def _check_references(receipts: Sequence[Receipt], base: Manifest | None) -> None:
+    """Refuse records in files of older steps, unless the base says the same."""
+    places = {
+        (record.piece, receipt.files[record.file], record.offset, record.digest)
+        for receipt in receipts
+        for record in receipt.pieces
+        if not receipt.files[record.file].is_of(receipt.version)
+    }
+    if places and base:
+        places -= {
+            (record.piece, base.files[record.file], record.offset, record.digest)
+            for record in (*base.dense, *base.experts)
+        }
+    if places:
+        names = sorted(piece.name for piece, *_ in places)[:8]
+        raise DamagedError(
+            f"step {receipts[0].version}: its base does not hold {names} where receipts say"
+        )
 
 
 def step_dir(version: Version) -> str:

@@ -15,7 +15,7 @@ from moc.core.dtypes import ITEM_BYTES
 from moc.core.piece import Piece, PieceRecord
 from moc.errors import DamagedError
 
-__all__ = ["HEADER_ALIGN", "in_file_order", "lay_out", "make_header", "read_header"]
+__all__ = ["HEADER_ALIGN", "file_bytes", "in_file_order", "lay_out", "make_header", "read_header"]
 
 HEADER_ALIGN = 4096
 """Header areas are multiples of a page, so that data starts on one."""
@@ -82,6 +82,11 @@ def make_header(
     return (size - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little") + text.ljust(
         size - _LENGTH_BYTES
     )
+
+
+def file_bytes(pieces: Sequence[Piece]) -> int:
+    """Size of a file that holds the pieces, for people's metadata a few bytes more or less."""
+    return len(make_header(pieces)) + sum(p.nbytes for p in pieces)
 
 
 def lay_out(pieces: Sequence[Piece], start: int, file: int = 0) -> list[PieceRecord]:

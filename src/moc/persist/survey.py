@@ -58,8 +58,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def own_bytes(self) -> int:
         """Bytes of the files that this step wrote itself."""
-        folder = step_dir(self.version) + "/"
-        return sum(f.nbytes for f in self.files if f.key.startswith(folder))
+        return sum(f.nbytes for f in self.files if f.is_of(self.version))
 
     @property
     def experts_saved(self) -> int:
@@ -171,7 +170,7 @@ def survey(store: Store) -> Survey:
                 steps.append(step)
     for version in pending:
         folder = step_dir(version)
-        retired = "retired, and kept for experts that later steps need"
+        retired = "retired, and kept for files that later steps need"
         why = retired if folder in needed else _why_uncommitted(store, version, inside[folder])
         other.append(Aside(folder, why))
     looks_alike = [n for n in names if parse_step_dir(n) is None and _looks_like_step(n)]

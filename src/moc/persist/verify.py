@@ -267,9 +267,7 @@ class _Verifier:
                 self._add(name, "it is not the receipt of this rank, step and world size")
                 continue
             receipts.append(receipt)
-        saved = {(layer, e) for layer, ids in enumerate(manifest.head.saved) for e in ids}
-        own = [r for r in manifest.experts if (r.piece.layer, r.piece.expert) in saved]
-        in_manifest = _places([*manifest.dense, *own], manifest.files)
+        in_manifest = _places(manifest.own_records, manifest.files)
         infos = {f.key: f for f in manifest.files}
         for receipt in receipts:
             name = receipt_key(version, receipt.rank)
@@ -285,13 +283,23 @@ class _Verifier:
                 self._add(key, "no receipt says so about the piece", piece)
 
     def _compare_base(self, manifest: Manifest, by_version: Mapping[Version, Manifest]) -> None:
-        """Experts that a step did not save have the versions of the step it builds on."""
+        """What a step did not write is as in the step that it builds on."""
         base = by_version.get(manifest.head.base) if manifest.head.base else None
+        referenced = [
+            r for r in manifest.own_records if not manifest.files[r.file].is_of(manifest.version)
+        ]
+        places = _places(referenced, manifest.files)
+        if manifest.head.base is None:
+            for piece in _first_names(places):
+                self._add(manifest_key(manifest.version), "a full save did not write it", piece)
         if base is None or _shape_problem(base):
             return  # a full save, or one whose base was retired
         if list(map(len, base.versions)) != list(map(len, manifest.versions)):
             self._add(manifest_key(manifest.version), f"it has other experts than {base.version}")
             return
+        there = _places([*base.dense, *base.experts], base.files)
+        for piece in _first_names(places - there):
+            self._add(manifest_key(manifest.version), f"{base.version} has it elsewhere", piece)
         for layer, ids in enumerate(manifest.head.saved):
             for expert, version in enumerate(manifest.versions[layer]):
                 if expert not in ids and version != base.versions[layer][expert]:
