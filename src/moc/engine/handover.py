@@ -29,6 +29,8 @@ class Handover:
         abandoned: newest step that the coordinator gave up; rank 0 only.
         counts: how often what happened.
         committed_bytes: bytes of each committed step's own files; rank 0 only.
+        referenced_bytes: bytes that each committed step did not write, as they had not changed;
+            rank 0 only.
     """
 
     def __init__(self, session: Session, faults: FaultScript | None) -> None:
@@ -45,6 +47,7 @@ class Handover:
         self.committed = -1
         self.abandoned = -1
         self.committed_bytes: dict[int, int] = {}
+        self.referenced_bytes: dict[int, int] = {}
         self.counts = dict.fromkeys(
             (
                 "saves",
@@ -74,6 +77,7 @@ class Handover:
             timeout_secs=policy.timeout_secs,
             grace_secs=policy.grace_secs,
             faults=self._faults,
+            unsound=session.unsound,
         )
         self._helper = Helper(hello, folder)
 
@@ -158,7 +162,11 @@ class Handover:
                 self.committed = max(self.committed, step)
                 self.counts["committed"] += 1
                 self.committed_bytes[step] = message.nbytes
-                session.note("committed", step, secs=message.secs, nbytes=message.nbytes)
+                self.referenced_bytes[step] = message.referenced
+                text = f"{message.referenced} bytes unchanged, referenced" * bool(
+                    message.referenced
+                )
+                session.note("committed", step, secs=message.secs, nbytes=message.nbytes, text=text)
             case say.Abandoned():
                 step = message.version.step
                 self.abandoned = max(self.abandoned, step)

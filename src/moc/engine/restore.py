@@ -22,7 +22,7 @@ from moc.engine.report import SOURCES, RestoreReport
 from moc.engine.session import Session, host_name
 from moc.errors import KeyExists, NothingValid, RanksDisagree, RestoreError, RunBusy, StoreError
 from moc.persist.commit import put_attempt
-from moc.recover.ladder import Inventory, RecoveryPlan, climb
+from moc.recover.ladder import STORAGE, Inventory, RecoveryPlan, climb
 from moc.snapshot.buffers import remove_dead, remove_forgotten, run_memory
 
 __all__ = ["restore", "start_fresh"]
@@ -91,6 +91,7 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
     session.base, session.base_versions = plan.base, plan.base_versions
     session.lost, session.restored = plan.lost, plan.version
     session.routed = plan.head.routed
+    session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if session.is_foreign and not missing and not unexpected:
         session.model_id = session.run_model  # the same, but for how ranks share it
     if not session.is_foreign:

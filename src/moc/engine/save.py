@@ -194,6 +194,7 @@ class Saver:
             "stall_secs": dict(self._stall_secs),
             "saved_bytes": dict(self._saved_bytes),
             "committed_bytes": dict(self._handover.committed_bytes),
+            "referenced_bytes": dict(self._handover.referenced_bytes),
             "full_bytes": full,
             "partial_bytes": partial,
         }

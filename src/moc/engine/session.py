@@ -52,6 +52,7 @@ class Session:
         base_versions: its experts' versions, [layer][expert]; empty without a base.
         lost: tokens that the live state has lost, [layer][expert].
         restored: version that was restored, None for a fresh start.
+        unsound: keys of data files in which the restore found bad bytes.
         routed: its token counts.
     """
 
@@ -75,6 +76,7 @@ class Session:
     base_versions: list[list[Version]] = field(default_factory=list)
     lost: Totals = field(default_factory=list)
     restored: Version | None = None
+    unsound: list[str] = field(default_factory=list)
     routed: Totals = field(default_factory=list)
     _events: deque[Event] = field(default_factory=deque)
 

@@ -7,16 +7,21 @@ and costs 50 ms and a few MB. It finishes or gives up within a deadline when its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from moc import knobs
+from moc.choose.reference import Split, split, unchanged
 from moc.core.manifest import (
+    CommitHead,
     DigestFile,
     FileInfo,
+    Manifest,
     Receipt,
     digests_path,
     encode_json,
@@ -24,8 +29,15 @@ from moc.core.manifest import (
 )
 from moc.core.piece import PieceRecord
 from moc.core.versions import Timeline, Version
-from moc.errors import DamagedError, KeyExists, MocError, StoreError
-from moc.persist.commit import commit, load_timeline, missing_receipts, plan_sweep, prune
+from moc.errors import DamagedError, KeyExists, KeyMissing, MocError, StoreError
+from moc.persist.commit import (
+    commit,
+    load_manifest,
+    load_timeline,
+    missing_receipts,
+    plan_sweep,
+    prune,
+)
 from moc.persist.messages import (
     Abandon,
     Abandoned,
@@ -56,6 +68,26 @@ _HEARTBEAT_SECS = 1.0  # how often an idle helper looks whether its trainer live
 _POLL_SECS = (0.01, 0.5)  # first and longest pause between looks for receipts
 
 
+class _Files:
+    """Files of a receipt in the making, and where pieces lie in them."""
+
+    def __init__(self) -> None:
+        self.infos: list[FileInfo] = []
+        self.pieces: list[PieceRecord] = []
+
+    def copy(self) -> _Files:
+        copied = _Files()
+        copied.infos, copied.pieces = list(self.infos), list(self.pieces)
+        return copied
+
+    def add(self, info: FileInfo, records: Iterable[PieceRecord]) -> None:
+        """Pieces that lie in the file."""
+        if info not in self.infos:
+            self.infos.append(info)
+        file = self.infos.index(info)
+        self.pieces += [PieceRecord(r.piece, file, r.offset, r.digest) for r in records]
+
+
 class Agent:
     """One trainer's helper. Single-threaded: at most one persist is in flight."""
 
@@ -64,7 +96,8 @@ class Agent:
         self._hello = hello
         self._store = store
         self._channel = channel
-        self._parts: dict[Version, tuple[list[FileInfo], list[PieceRecord]]] = {}
+        self._parts: dict[Version, _Files] = {}
+        self._split: tuple[Version, Split, Manifest | None] | None = None
         self._awaited: Version | None = None
         self._since = 0.0
         self._deadline = 0.0
@@ -130,7 +163,7 @@ class Agent:
         with shared_buffer(message.buffer) as view:
             records = digest_records(view, message.records)
             written = write_file(self._store, message.key, message.version, view, records)
-        self._keep(message.version, *written)
+        self._parts.setdefault(message.version, _Files()).add(*written)
         self._say(PartDone(message.version, written[0].nbytes))
 
     def _persist(self, message: Persist) -> None:
@@ -140,35 +173,69 @@ class Agent:
             seal = read_seal(message.buffer, version)
             records = digest_records(view, seal.pieces)
             _note_digests(message.buffer, version, records)
-            files, pieces = self._parts.get(version, ([], []))
-            files, pieces = list(files), list(pieces)
+            files = self._parts.get(version, _Files()).copy()
+            head = msgspec.structs.replace(seal.head, saved=message.saved)
+            wanted = [records[i] for _, indices in message.files for i in indices]
+            fate, base = self._decide(version, head, wanted)
+            skipped = {r.piece for r in fate.referenced}
             for key, indices in message.files:
-                chosen = [records[i] for i in indices]
-                info, placed = write_file(self._store, key, version, view, chosen)
-                pieces += [PieceRecord(r.piece, len(files), r.offset, r.digest) for r in placed]
-                files.append(info)
+                chosen = [records[i] for i in indices if records[i].piece not in skipped]
+                changing = [r for r in chosen if r.piece not in fate.moving]
+                moving = [r for r in chosen if r.piece in fate.moving]
+                for name, group in ((key, changing), (_unchanged_key(key), moving)):
+                    if group:
+                        files.add(*write_file(self._store, name, version, view, group))
+            for record in fate.referenced:
+                assert base is not None
+                files.add(base.files[record.file], [record])
             # Still under the lock: whoever waits for the lock finds the receipt, too.
             self._put_receipt(
                 Receipt(
                     version=version,
                     rank=hello.rank,
                     world_size=hello.world_size,
-                    files=files,
-                    pieces=pieces,
-                    head=msgspec.structs.replace(seal.head, saved=message.saved)
-                    if hello.rank == 0
-                    else None,
+                    files=files.infos,
+                    pieces=files.pieces,
+                    head=head if hello.rank == 0 else None,
                 )
             )
         self._parts.pop(version, None)
-        nbytes = sum(f.nbytes for f in files)
-        self._say(Persisted(version, nbytes, knobs.monotonic() - start))
+        self._split = None
+        nbytes = sum(f.nbytes for f in files.infos if f.is_of(version))
+        referenced = sum(r.piece.nbytes for r in fate.referenced)
+        self._say(Persisted(version, nbytes, knobs.monotonic() - start, referenced))
         if hello.rank == 0:
             self._awaited, self._since = version, start
             self._deadline = knobs.monotonic() + (
                 min(hello.timeout_secs, hello.grace_secs) if self._closing else hello.timeout_secs
             )
             self._pause = _POLL_SECS[0]
+
+    def _decide(
+        self, version: Version, head: CommitHead, records: Sequence[PieceRecord]
+    ) -> tuple[Split, Manifest | None]:
+        """Which pieces are referenced: decided once per save, so that a retry writes the same."""
+        if self._split is None or self._split[0] != version:
+            base, fate = None, Split()
+            # Without a base there is nothing to rest on; the commit will say what it needs.
+            with contextlib.suppress(KeyMissing, DamagedError):
+                base = load_manifest(self._store, head.base) if head.base else None
+            if base is not None:
+                same = unchanged(records, base)
+                used = {r.file for r in same}
+                unsound = [base.files[i].key for i in used if not self._is_sound(base.files[i])]
+                fate = split(same, head.saved, base, unsound)
+            self._split = version, fate, base
+        return self._split[1:]
+
+    def _is_sound(self, info: FileInfo) -> bool:
+        """Whether a file may be referenced, as far as can be told without reading it."""
+        try:
+            return info.key not in self._hello.unsound and (
+                self._store.size(info.key) == info.nbytes
+            )
+        except KeyMissing:
+            return False
 
     def _put_receipt(self, receipt: Receipt) -> None:
         key, data = receipt_key(receipt.version, receipt.rank), encode_json(receipt)
@@ -177,11 +244,6 @@ class Agent:
         except KeyExists:
             if self._store.get(key) != data:
                 raise
-
-    def _keep(self, version: Version, info: FileInfo, placed: list[PieceRecord]) -> None:
-        files, pieces = self._parts.setdefault(version, ([], []))
-        pieces += [PieceRecord(r.piece, len(files), r.offset, r.digest) for r in placed]
-        files.append(info)
 
     def _digest(self, message: Digest) -> None:
         try:
@@ -206,8 +268,9 @@ class Agent:
             self._say(Warned(f"commit of step {version} failed, trying again: {error}"))
         if manifest is not None:
             self._awaited = None
-            nbytes = sum(f.nbytes for f in manifest.files if _is_of(f, version))
-            self._say(Committed(version, nbytes, knobs.monotonic() - self._since))
+            nbytes = sum(f.nbytes for f in manifest.files if f.is_of(version))
+            secs = knobs.monotonic() - self._since
+            self._say(Committed(version, nbytes, secs, manifest.referenced_bytes))
             self._after_commit(version)
         elif is_late:
             self._give_up(trouble)
@@ -252,8 +315,8 @@ def _note_digests(buffer: str, version: Version, records: list[PieceRecord]) -> 
     os.replace(temp, path)
 
 
-def _is_of(info: FileInfo, version: Version) -> bool:
-    return info.key.startswith(receipt_key(version, 0).partition("/")[0] + "/")
+def _unchanged_key(key: str) -> str:
+    return key.removesuffix(".safetensors") + "-unchanged.safetensors"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,6 +46,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         timeout_secs: how long the coordinator waits for the other ranks' receipts.
         grace_secs: how long to go on when the trainer is gone.
         faults: operations of the store that are made to fail, for tests.
+        unsound: keys of data files in which a restore found bad bytes: not to be referenced.
     """
 
     url: str
@@ -57,6 +58,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     timeout_secs: float
     grace_secs: float
     faults: FaultScript | None = None
+    unsound: list[str] = []
 
 
 class PersistPart(msgspec.Struct, frozen=True, tag=True):
@@ -112,11 +114,19 @@ class PartDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Persisted(msgspec.Struct, frozen=True, tag=True):
-    """This rank's files and receipt are durable; the step is not yet committed."""
+    """This rank's files and receipt are durable; the step is not yet committed.
+
+    Attributes:
+        version: of the save.
+        nbytes: of the files that were written.
+        secs: how long it took.
+        referenced: bytes of unchanged pieces that were not written.
+    """
 
     version: Version
     nbytes: int
     secs: float
+    referenced: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -128,11 +138,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The manifest is durable: the step exists."""
+    """The manifest is durable: the step exists.
+
+    Attributes:
+        version: of the step.
+        nbytes: of the files that all ranks wrote for it.
+        secs: from the start of rank 0's persist.
+        referenced: bytes of unchanged pieces that no rank wrote.
+    """
 
     version: Version
     nbytes: int
     secs: float
+    referenced: int = 0
 
 
 class Abandoned(msgspec.Struct, frozen=True, tag=True):
