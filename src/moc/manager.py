@@ -229,7 +229,7 @@ class CheckpointManager:
 
         Args:
             step: number of the last optimizer step.
-            full: hold every expert.
+            full: hold every expert, and write everything anew, unchanged or not.
         """
         if not self._started:
             self._start()

@@ -39,6 +39,7 @@ from moc.core.manifest import (
     Manifest,
     Receipt,
     assemble,
+    encode_json,
     manifest_key,
     receipt_key,
     step_dir,
@@ -470,6 +471,26 @@ def test_a_file_that_is_not_there_is_not_referenced(managers: Managers, harm: st
     again, fresh, report = restored(managers)
     assert report.step == 3
     assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_verify_holds_references_against_the_base(managers: Managers) -> None:
+    model, optimizer = lora()
+    with managers(model, optimizer) as manager:
+        tune_steps(manager, model, optimizer, [1, 2])
+    store = LocalStore(managers.run)
+    manifest = load_manifest(store, version_of(managers.run, 2))
+    name = next(r.piece.name for r in manifest.dense if r.piece.fqn == "base.weight")
+    moved = [
+        msgspec.structs.replace(r, offset=r.offset + 8) if r.piece.name == name else r
+        for r in manifest.dense
+    ]
+    unbased = msgspec.structs.replace(manifest.head, base=None)
+    for wrong, why in (
+        (msgspec.structs.replace(manifest, dense=moved), "does not hold it there"),
+        (msgspec.structs.replace(manifest, head=unbased), "a full save did not write it"),
+    ):
+        (managers.run / manifest_key(manifest.version)).write_bytes(encode_json(wrong))
+        assert any(d.piece == name and why in d.why for d in verify(store).damaged)
 
 
 def test_a_commit_with_references_can_be_rolled_forward(managers: Managers) -> None:

@@ -7,8 +7,12 @@ half of it is in use. Unchanged pieces that leave such a file move, together, in
 nothing else, and stay there.
 
 Equal means: the same piece (name, region, dtype, so the same length) and the same xxh3-64 of its
-bytes. 64 bits are taken for equality: no attacker writes weights, and for two values of a piece to
-be confused by chance takes billions of saves of billions of pieces.
+bytes. 64 bits are taken for equality: that a piece has changed and its digest has not is one chance
+in 2**64 for each comparison; xxh3 is no defence against values made to collide.
+
+A record names the file that holds the bytes, never a step that refers to another: whatever the
+number of saves, a reference is one file deep. The price: bytes that are stored once are lost once,
+for every step that names them, until a full save writes them anew.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ class Split(msgspec.Struct, frozen=True):
     """What becomes of the pieces of a save.
 
     Attributes:
-        referenced: places of the pieces that are not written; ``file`` indexes the base's files.
+        referenced: places of the pieces that are not written, by file and offset; ``file``
+            indexes the base's files.
         moving: unchanged pieces that are written, into a file without changing ones.
     """
 
@@ -73,7 +78,8 @@ def split(
     moving = [r.piece for r in sound if r.file not in named]
     if sum(p.nbytes for p in moving) < HEADER_ALIGN:
         moving = []  # a file of their own would be mostly header
-    return Split(tuple(r for r in sound if r.file in named), frozenset(moving))
+    referenced = sorted((r for r in sound if r.file in named), key=lambda r: (r.file, r.offset))
+    return Split(tuple(referenced), frozenset(moving))
 
 
 def _inherited(base: Manifest, saved: Sequence[Collection[int]]) -> Iterable[PieceRecord]:

@@ -85,7 +85,7 @@ def make_header(
 
 
 def file_bytes(pieces: Sequence[Piece]) -> int:
-    """Size of a file that holds the pieces, for people's metadata a few bytes more or less."""
+    """Size of a file that holds the pieces, but for what metadata adds to the header."""
     return len(make_header(pieces)) + sum(p.nbytes for p in pieces)
 
 

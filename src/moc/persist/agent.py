@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -185,9 +186,9 @@ class Agent:
                 for name, group in ((key, changing), (_unchanged_key(key), moving)):
                     if group:
                         files.add(*write_file(self._store, name, version, view, group))
-            for record in fate.referenced:
+            for index, found in groupby(fate.referenced, key=lambda r: r.file):
                 assert base is not None
-                files.add(base.files[record.file], [record])
+                files.add(base.files[index], found)
             # Still under the lock: whoever waits for the lock finds the receipt, too.
             self._put_receipt(
                 Receipt(
@@ -223,7 +224,8 @@ class Agent:
             if base is not None:
                 same = unchanged(records, base)
                 used = {r.file for r in same}
-                unsound = [base.files[i].key for i in used if not self._is_sound(base.files[i])]
+                infos = [base.files[i] for i in sorted(used)]
+                unsound = [info.key for info in infos if not self._is_sound(info)]
                 fate = split(same, head.saved, base, unsound)
             self._split = version, fate, base
         return self._split[1:]

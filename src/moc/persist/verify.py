@@ -299,7 +299,11 @@ class _Verifier:
             return
         there = _places([*base.dense, *base.experts], base.files)
         for piece in _first_names(places - there):
-            self._add(manifest_key(manifest.version), f"{base.version} has it elsewhere", piece)
+            self._add(
+                manifest_key(manifest.version),
+                f"step {base.version}, which it builds on, does not hold it there",
+                piece,
+            )
         for layer, ids in enumerate(manifest.head.saved):
             for expert, version in enumerate(manifest.versions[layer]):
                 if expert not in ids and version != base.versions[layer][expert]:
