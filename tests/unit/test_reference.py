@@ -52,6 +52,7 @@ from moc.persist.commit import load_manifest
 from moc.persist.survey import survey
 from moc.persist.verify import verify
 from moc.store.local import LocalStore
+from moc.testing.ranks import run_ranks
 
 WIDE = 4096  # floats of a piece: four times a header area
 
@@ -581,6 +582,33 @@ def test_a_place_that_a_restore_struck_is_not_referenced_again(managers: Manager
         run_steps(manager, again, fresh, [3], after=lambda _: manager.wait())
     assert owners(managers.run, 3)["1.experts.w1"] == 3
     assert verify(LocalStore(managers.run), [3]).ok
+
+
+@pytest.mark.dist
+def test_other_ranks_reference_what_these_have_written(managers: Managers) -> None:
+    """Two ranks share the writing; the one that goes on alone names the files of both."""
+
+    def on_a_rank() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        model, optimizer = lora()
+        with managers(model, optimizer) as manager:
+            tune_steps(manager, model, optimizer, [1, 2, 3])
+            return manager.stats(), state_of(model, optimizer)
+
+    (stats, then), _ = run_ranks(on_a_rank, 2)
+    frozen = lora()[0].frozen_bytes
+    for step in (2, 3):
+        assert stats["committed_bytes"][step] < frozen / 3
+        assert stats["referenced_bytes"][step] >= frozen
+    again, fresh = lora(1)
+    manager = managers(again, fresh, memory_dir=managers.memory_dir / "wiped")
+    assert manager.restore() is not None
+    assert_equal(state_of(again, fresh), then)
+    tune_steps(manager, again, fresh, [4])
+    assert manager.stats()["referenced_bytes"][4] >= frozen
+    manifest = load_manifest(LocalStore(managers.run), version_of(managers.run, 4))
+    writers = {f.key for f in manifest.files if not f.is_of(manifest.version)}
+    assert {Path(key).name for key in writers} >= {f"dense-0000{r}.safetensors" for r in range(2)}
+    assert verify(LocalStore(managers.run)).ok
 
 
 @pytest.mark.parametrize("make", [dense, moe])
