@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.core.box import Box
-from moc.core.manifest import CommitHead, FileInfo, Manifest, Receipt, Seal, assemble
+from moc.core.manifest import CommitHead, FileInfo, Manifest, Receipt, Seal, assemble, step_dir
 from moc.core.piece import Piece, PieceRecord
 from moc.core.versions import AttemptRecord, Timeline, Version
 from moc.errors import NothingValid, StepNotFound
@@ -74,7 +74,7 @@ def manifest(step: int, experts: list[int], base: Manifest | None = None) -> Man
             version=version,
             rank=rank,
             world_size=WORLD,
-            files=[FileInfo(f"step-{step}/{rank}", 1000, "h")],
+            files=[FileInfo(f"{step_dir(version)}/{rank}", 1000, "h")],
             pieces=[
                 PieceRecord(p, 0, 100 * i, f"{step}-{rank}-{i}")
                 for i, p in enumerate(pieces_of(rank, experts))
