@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -548,7 +549,7 @@ def frozen_experts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_an_expert_that_is_referenced_is_of_the_new_step(managers: Managers) -> None:
     model, optimizer = frozen_experts()
-    policy = msgspec.structs.replace(EACH, k_snapshot=2, k_persist=1)
+    policy = dataclasses.replace(EACH, k_snapshot=2, k_persist=1)
     with managers(model, optimizer, policy=policy) as manager:
         run_steps(manager, model, optimizer, [1, 2, 3], after=lambda _: manager.wait())
     store = LocalStore(managers.run)
