@@ -11,7 +11,16 @@ import msgspec
 from moc.core.box import Box
 from moc.core.dtypes import ITEM_BYTES
 
-__all__ = ["DENSE", "EXTRA", "MAX_PIECE_BYTES", "STEP_OF_EXPERT", "WEIGHT", "Piece", "PieceRecord"]
+__all__ = [
+    "DENSE",
+    "EXTRA",
+    "MAX_PIECE_BYTES",
+    "STEP_OF_EXPERT",
+    "WEIGHT",
+    "Piece",
+    "PieceRecord",
+    "value_box",
+]
 
 DENSE = -1
 """Layer and expert number of everything that is no routed expert."""
@@ -40,6 +49,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
         layer: MoE layer number (0-based, in model order), -1 for dense pieces.
         expert: global expert id, -1 for dense pieces.
         rank: the rank whose own value this is, -1 where every holder has the same bytes.
+        logical: torch's name of a dtype that safetensors lacks; such values are stored as U8, with
+            one more dimension at the end, of the item size. Empty where ``dtype`` says it all.
     """
 
     fqn: str
@@ -49,6 +60,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
     layer: int = DENSE
     expert: int = DENSE
     rank: int = -1
+    logical: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -74,9 +86,19 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
         sizes = ",".join(map(str, self.box.sizes))
         return f"{self.fqn}|{part}|{offsets}:{sizes}"
 
+    @property
+    def value_box(self) -> Box:
+        """The region in values: without the dimension over the bytes of an item."""
+        return value_box(self.box, self.logical)
+
     def with_box(self, box: Box) -> Piece:
         """The same logical tensor, another region."""
-        return Piece(self.fqn, self.part, box, self.dtype, self.layer, self.expert, self.rank)
+        return msgspec.structs.replace(self, box=box)
+
+
+def value_box(box: Box, logical: str) -> Box:
+    """A region in values, of one that spans the bytes of items where there is a logical dtype."""
+    return Box(box.offsets[:-1], box.sizes[:-1]) if logical else box
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -72,12 +72,13 @@ class Loader:
                 missing.append(label)
                 continue
             wanted = self._session.live.logical_shape(region)
-            if (entry.dtype, entry.shape) != (region.dtype, wanted):
+            dtype = region.logical or region.dtype
+            if (entry.dtype, entry.shape) != (dtype, wanted):
                 differing.append(
                     f"{label}: checkpoint {entry.dtype} {list(entry.shape)}, "
-                    f"model {region.dtype} {list(wanted)}"
+                    f"model {dtype} {list(wanted)}"
                 )
-            elif uncovered(region.box, entry.boxes):
+            elif uncovered(region.value_box, entry.boxes):
                 missing.append(f"{label}: parts of it")
             self._targets.setdefault((region.fqn, region.part), []).append(
                 _Target(region, _nothing)
@@ -210,7 +211,7 @@ class Loader:
                             part=STEP_OF_EXPERT,
                             box=box,
                             dtype="F32",
-                            tensor=Always(steps),
+                            live=Always(steps),
                             overlapped=False,
                         ),
                         _nothing,
@@ -299,7 +300,7 @@ class Loader:
 
 
 class _Logical(msgspec.Struct):
-    """A logical tensor in the checkpoint."""
+    """A logical tensor in the checkpoint, in values."""
 
     dtype: str
     boxes: list[Box]
@@ -310,8 +311,10 @@ def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
     table: dict[tuple[str, str], _Logical] = {}
     for fetch in fetches:
         piece = fetch.piece
-        entry = table.setdefault((piece.fqn, piece.part), _Logical(piece.dtype, []))
-        entry.boxes.append(piece.box)
+        entry = table.setdefault(
+            (piece.fqn, piece.part), _Logical(piece.logical or piece.dtype, [])
+        )
+        entry.boxes.append(piece.value_box)
     for entry in table.values():
         entry.shape = bounding_shape(entry.boxes)
     return table

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from moc.core.box import Box
 from moc.core.digest import digest_plan
 from moc.core.dtypes import ITEM_BYTES
-from moc.core.piece import DENSE, MAX_PIECE_BYTES, STEP_OF_EXPERT, WEIGHT, Piece
+from moc.core.piece import DENSE, MAX_PIECE_BYTES, STEP_OF_EXPERT, WEIGHT, Piece, value_box
 from moc.errors import ConfigError, StateError
 from moc.state.experts import ExpertMap, ExpertParam
-from moc.state.tensors import dtype_name, torch_dtype
+from moc.state.tensors import as_bytes, dtype_names, torch_dtype
 
 __all__ = [
     "BUFFER",
@@ -53,32 +53,56 @@ class Region:
         part: see `Piece`.
         box: the region that ``tensor()`` spans.
         dtype: safetensors name.
-        tensor: the live tensor of the box's shape, looked up anew at every call.
+        live: the live tensor, looked up anew at every call.
         overlapped: whether nothing but an optimizer step writes it.
         layer: MoE layer, -1 for dense.
         expert: the one expert it belongs to; None with ``layer`` >= 0: rows are experts.
+        logical: see `Piece`; the box then has a dimension more than the live tensor.
     """
 
     fqn: str
     part: str
     box: Box
     dtype: str
-    tensor: Callable[[], Tensor]
+    live: Callable[[], Tensor]
     overlapped: bool
     layer: int = DENSE
     expert: int | None = None
+    logical: str = ""
+
+    @property
+    def value_box(self) -> Box:
+        """The region in values, of the live tensor's shape."""
+        return value_box(self.box, self.logical)
+
+    def tensor(self) -> Tensor:
+        """The live tensor, or its bytes; of the box's shape."""
+        return as_bytes(self.live()) if self.logical else self.live()
 
     def pieces(self) -> Iterator[Piece]:
         """The region cut by expert, and into pieces of at most 64 MiB."""
         max_numel = MAX_PIECE_BYTES // ITEM_BYTES[self.dtype]
         for expert, box in self._by_expert():
             for tile in box.tiles(max_numel):
-                yield Piece(self.fqn, self.part, tile, self.dtype, self.layer, expert)
+                yield Piece(
+                    fqn=self.fqn,
+                    part=self.part,
+                    box=tile,
+                    dtype=self.dtype,
+                    layer=self.layer,
+                    expert=expert,
+                    logical=self.logical,
+                )
 
     def view(self, box: Box) -> Tensor:
-        """The live values of a box inside the region."""
+        """The live values, or bytes, of a box inside the region."""
         tensor = self.tensor().detach()
         return tensor[box.within(self.box)] if box.sizes else tensor
+
+    def values(self, box: Box) -> Tensor:
+        """The live values of a box in values inside the region."""
+        tensor = self.live().detach()
+        return tensor[box.within(self.value_box)] if box.sizes else tensor
 
     def _by_expert(self) -> Iterator[tuple[int, Box]]:
         if self.layer < 0:
@@ -210,10 +234,11 @@ class LiveState:
         return self.experts.global_fqn(fqn)
 
     def logical_shape(self, region: Region) -> tuple[int, ...]:
-        """Shape of the logical tensor behind a region of the model."""
+        """Shape of the logical tensor behind a region of the model, in values."""
+        sizes = region.value_box.sizes
         if region.layer >= 0 and region.expert is None:
-            return (self.experts.experts[region.layer], *region.box.sizes[1:])
-        return region.box.sizes
+            return (self.experts.experts[region.layer], *sizes[1:])
+        return sizes
 
     def regions(self) -> Iterator[Region]:
         """Everything that is there now."""
@@ -254,7 +279,7 @@ class LiveState:
 
         Args:
             owned: the parameter.
-            parts: dtype and global shape of each part.
+            parts: name of its dtype (see `torch_dtype`) and global shape, of each part.
 
         Returns:
             The regions to fill, each with what to call when it is filled.
@@ -366,15 +391,19 @@ class LiveState:
         now = tensor()
         first = entry.first if entry is not None and entry.stacked else 0
         offsets = (first, *(0,) * (now.dim() - 1)) if now.dim() else ()
+        dtype, logical = dtype_names(now.dtype, f"{part} of {name}")
+        if logical:
+            now, offsets = as_bytes(now), (*offsets, 0)
         return Region(
             fqn=self.global_name(name),
             part=part,
             box=Box(offsets, tuple(now.shape)),
-            dtype=dtype_name(now.dtype, f"{part} of {name}"),
-            tensor=tensor,
+            dtype=dtype,
+            live=tensor,
             overlapped=overlapped,
             layer=entry.layer if entry is not None else DENSE,
             expert=entry.expert if entry is not None else None,
+            logical=logical,
         )
 
     def _entry(self, name: str) -> ExpertParam | None:

@@ -10,7 +10,7 @@ import torch
 
 from moc.errors import StateError
 
-__all__ = ["dtype_name", "over", "tensor_bytes", "torch_dtype"]
+__all__ = ["as_bytes", "as_values", "dtype_names", "over", "tensor_bytes", "torch_dtype"]
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -30,27 +30,59 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LOGICAL: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for name in (
+        "complex32",
+        "complex128",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    )
+    if (dtype := getattr(torch, name, None)) is not None  # newer than torch 2.6
+}
+"""Dtypes that safetensors or its binding lacks, by torch's names; held as bytes."""
+
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | _LOGICAL
 
 
-def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Safetensors name of a dtype.
+def dtype_names(dtype: torch.dtype, what: str) -> tuple[str, str]:
+    """Safetensors name of a dtype, and the logical name where that one only counts bytes.
 
     Raises:
-        StateError: safetensors has none for it.
+        StateError: values of this dtype are not all there is to them (quantized), or unknown.
     """
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise StateError(
-            f"{what} has dtype {dtype}, which the file format cannot hold; supported are "
-            f"{', '.join(sorted(str(d).removeprefix('torch.') for d in _NAMES))}"
-        ) from None
+    if dtype in _NAMES:
+        return _NAMES[dtype], ""
+    name = str(dtype).removeprefix("torch.")
+    if name in _LOGICAL:
+        return "U8", name
+    known = sorted([*(str(d).removeprefix("torch.") for d in _NAMES), *_LOGICAL])
+    raise StateError(
+        f"{what} has dtype {dtype}, which cannot be saved; supported are {', '.join(known)}"
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a safetensors name."""
+    """The dtype of a safetensors name, or of a logical one."""
     return _DTYPES[name]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A U8 view with one more dimension at the end, over the bytes of each item.
+
+    Raises:
+        StateError: the tensor's bytes are not its values: a lazily conjugated view.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise StateError("a lazily conjugated tensor has no bytes of its own; use resolve_conj()")
+    return tensor.detach().unsqueeze(-1).view(torch.uint8)
+
+
+def as_values(items: torch.Tensor, logical: str) -> torch.Tensor:
+    """The values behind what `as_bytes` gave, or a contiguous copy of it."""
+    return items.view(torch_dtype(logical)).squeeze(-1)
 
 
 def over(

@@ -1,0 +1,180 @@
+"""State of every kind: odd dtypes, weights alone, casts, frozen parts, tensors beside the model."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.job import same_bytes
+from tests.support.tiny import Managers, adamw, stored
+from torch import Tensor, nn
+
+from moc.core.box import Box
+from moc.core.piece import Piece
+from moc.errors import MismatchError, StateError
+from moc.state.tensors import as_bytes, as_values, dtype_names, over, tensor_bytes
+
+LACKING = [
+    getattr(torch, name)
+    for name in (
+        "complex128",
+        "complex32",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    )
+    if hasattr(torch, name)
+]
+"""What safetensors has no name for, or its binding no way to open."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Any bytes: every NaN payload, -0.0."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).squeeze(-1)
+
+
+def memory_of(tensor: Tensor) -> bytes:
+    """The bytes in row-major order, for dtypes that torch itself cannot copy."""
+    return bytes(tensor_bytes(as_bytes(tensor)))
+
+
+# ---------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("dtype", LACKING, ids=str)
+@given(shape=st.lists(st.integers(0, 4), max_size=3).map(tuple), turn=st.booleans())
+def test_a_dtype_that_the_format_lacks_is_bytes_with_a_name(
+    dtype: torch.dtype, shape: tuple[int, ...], turn: bool
+) -> None:
+    stored_as, logical = dtype_names(dtype, "w")
+    assert (stored_as, f"torch.{logical}") == ("U8", str(dtype))
+    value = filled(dtype, shape)
+    if turn and shape:
+        value = value.transpose(0, -1)
+    items = as_bytes(value)
+    assert items.shape == (*value.shape, dtype.itemsize)
+    copied = over(bytearray(tensor_bytes(items)), 0, "U8", items.shape)
+    back = as_values(copied, logical)
+    assert (back.dtype, back.shape) == (dtype, value.shape)
+    assert memory_of(back) == memory_of(value)
+
+
+def test_the_byte_view_shares_memory_and_version_with_the_tensor() -> None:
+    value = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex128))
+    before = as_bytes(value)._version
+    with torch.no_grad():
+        value.add_(1)
+    assert as_bytes(value)._version == before + 1
+    as_bytes(value).zero_()
+    assert not value.any()
+
+
+def test_a_lazily_conjugated_tensor_has_no_bytes() -> None:
+    with pytest.raises(StateError, match="resolve_conj"):
+        as_bytes(torch.zeros(2, dtype=torch.complex128).conj())
+
+
+def test_a_quantized_dtype_is_refused_by_name() -> None:
+    with pytest.raises(StateError, match=r"weight of w has dtype torch\.qint8.*complex128"):
+        dtype_names(torch.qint8, "weight of w")
+
+
+def test_pieces_of_old_records_have_no_logical_dtype() -> None:
+    piece = Piece("w", "weight", Box((0, 0), (3, 16)), "U8", logical="complex128")
+    assert msgspec.json.decode(msgspec.json.encode(piece), type=Piece) == piece
+    assert piece.value_box == Box((0,), (3,))
+    assert piece.with_box(Box((1, 0), (1, 16))).logical == "complex128"
+    old = b'["w","weight",[[0],[4]],"F32",-1,-1,-1]'
+    assert msgspec.json.decode(old, type=Piece) == Piece("w", "weight", Box((0,), (4,)), "F32")
+
+
+class OddTypes(nn.Module):
+    """Every dtype that the format lacks, in every shape; one of them is trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wave = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128).t())
+        self.real = nn.Parameter(torch.randn(5))
+        for number, dtype in enumerate(LACKING):
+            name = str(dtype).removeprefix("torch.")
+            for kind, shape in (
+                ("matrix", (6, 4)),
+                ("scalar", ()),
+                ("empty", (0, 3)),
+                ("one", (1,)),
+            ):
+                value = filled(dtype, shape, 100 * seed + number)
+                self.register_buffer(f"{name}_{kind}", value)
+            columns = filled(dtype, (6, 4), 7 * seed + number)
+            self.register_buffer(f"{name}_turned", columns.t()[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :5] * (self.wave.abs().sum() + self.real).square().mean()
+
+
+def train_odd(model: OddTypes, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def odd_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    values = {n: memory_of(v) for n, v in (*model.named_parameters(), *model.named_buffers())}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            values[f"{name}/{key}"] = memory_of(value)
+    return values
+
+
+@pytest.mark.parametrize("from_storage", [False, True], ids=["memory", "storage"])
+def test_a_model_of_dtypes_that_the_format_lacks(managers: Managers, from_storage: bool) -> None:
+    model = OddTypes(1)
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        for step in (1, 2):
+            train_odd(model, optimizer, step)
+            manager.step(step)
+            manager.wait()
+    assert manager.stats()["torn"] == 0
+    pieces = stored(managers.run, 2)
+    assert pieces["wave|weight|0,0,0:5,3,16"].dtype == torch.uint8
+    assert pieces["wave|exp_avg|0,0,0:5,3,16"].shape == (5, 3, 16)
+    assert pieces["complex128_scalar|buffer|0:16"].numpy().tobytes() == memory_of(
+        model.complex128_scalar
+    )
+    again = OddTypes(2)
+    fresh = adamw(again)
+    place = {"memory_dir": managers.memory_dir / "other"} if from_storage else {}
+    report = managers(again, fresh, **place).restore()
+    assert report is not None
+    assert odd_bytes(again, fresh) == odd_bytes(model, optimizer)
+    assert fresh.state[again.wave]["exp_avg"].dtype == torch.complex128
+    train_odd(model, optimizer, 3)
+    train_odd(again, fresh, 3)
+    assert odd_bytes(again, fresh) == odd_bytes(model, optimizer)
+
+
+def test_a_logical_dtype_is_compared_before_anything_is_touched(managers: Managers) -> None:
+    def build(dtype: torch.dtype) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("scale", torch.zeros(3, 4, dtype=torch.uint8).view(dtype))
+        return model
+
+    with managers(build(torch.float8_e4m3fnuz)) as manager:
+        manager.step(1)
+    for dtype in (torch.float8_e5m2fnuz, torch.uint8, torch.float8_e4m3fn):
+        model = build(dtype)
+        then = model.weight.detach().clone()
+        told = r"scale \(buffer\): checkpoint float8_e4m3fnuz \[3, 4\], model \w+ \[3, 4\]"
+        with pytest.raises(MismatchError, match=told):
+            managers(model).restore()
+        assert same_bytes(model.weight.detach(), then)
