@@ -24,6 +24,7 @@ from moc.comm.torch_group import default_group
 from moc.core.digest import digest_plan
 from moc.core.events import Event
 from moc.core.faults import FaultScript
+from moc.engine.load import Wanted
 from moc.engine.report import RestoreReport
 from moc.engine.restore import restore, start_fresh
 from moc.engine.save import Saver
@@ -41,6 +42,10 @@ from moc.store.wrap import RetryingStore
 
 __all__ = ["CheckpointManager"]
 
+_READ_ONLY = (
+    "only weights were restored, so this manager writes nothing; save to another directory, with a "
+    "manager of its own"
+)
 _DEFAULT_MEMORY_DIR = Path("/dev/shm")
 
 
@@ -94,6 +99,7 @@ class CheckpointManager:
         self._started = False
         self._closed = False
         self._poisoned = ""
+        self._read_only = False
         topology = (layout or Layout.of_job()).topology
         group: Group = (
             SingleGroup() if topology.world_size == 1 else default_group(self._policy.timeout_secs)
@@ -153,7 +159,9 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------ verbs
 
-    def restore(self, step: int | None = None, *, strict: bool = True) -> RestoreReport | None:
+    def restore(
+        self, step: int | None = None, *, strict: bool = True, weights_only: bool = False
+    ) -> RestoreReport | None:
         """Restore the newest whole step, or exactly ``step``. Call it before training, once.
 
         Args:
@@ -161,6 +169,11 @@ class CheckpointManager:
             strict: whether names must be the same in checkpoint and model. Without it, what is on
                 one side only is left alone and reported; a run of another model is only read
                 then, and saving into it is refused.
+            weights_only: restore parameters and buffers, to fine-tune or evaluate; optimizer, RNG
+                and extras are neither read nor touched. Only committed steps are looked at, and
+                nothing of the run is written, so that a job may be training in it meanwhile. The
+                manager is read-only from then on: call this again for a newer step, and save to
+                another directory with a manager of its own.
 
         Returns:
             What was restored and what it cost; None only where there is nothing yet.
@@ -175,16 +188,28 @@ class CheckpointManager:
         self._check_open()
         if self._started:
             raise RestoreError("restore() comes before the first save, and once")
+        if self._read_only and not weights_only:
+            raise RestoreError(_READ_ONLY)
+        if self._fresh and weights_only:
+            raise ConfigError("fresh=True restores nothing; weights_only=True wants weights")
+        self._read_only = weights_only
         if self._fresh:
             start_fresh(self._session, force=True)
             report = None
         else:
             try:
-                report = restore(self._session, step, strict=strict)
+                report = restore(
+                    self._session, step, Wanted(strict=strict, weights_only=weights_only)
+                )
             except RestoreError as error:
                 if "undefined" in str(error):
                     self._poisoned = str(error)
                 raise
+        if weights_only:
+            if report is not None:
+                self._note_restored(report)
+            self._session.flush()
+            return report
         if self._session.is_foreign:
             self._poisoned = (
                 f"{self._session.store.url} belongs to another model: it was read, and is not "
@@ -194,13 +219,7 @@ class CheckpointManager:
             return report
         self._begin()
         if report is not None:
-            self._session.note(
-                "restored",
-                report.step,
-                secs=report.secs["total"],
-                nbytes=sum(report.sources.values()),
-                text=str(report),
-            )
+            self._note_restored(report)
             session = self._session
             if session.restored != session.base and self._policy.persist_every is not None:
                 # What was restored from memory exists nowhere else yet.
@@ -218,6 +237,7 @@ class CheckpointManager:
         Raises:
             RanksDisagree: ranks call it with different steps.
             SaveError: an earlier save failed and the policy says ``on_error="raise"``.
+            RestoreError: only weights were restored, or the run has steps and none was.
         """
         if not self._started:
             self._start()
@@ -295,8 +315,19 @@ class CheckpointManager:
     def _start(self) -> None:
         """The first save without `restore`: only where there is nothing to lose."""
         self._check_open()
+        if self._read_only:
+            raise RestoreError(_READ_ONLY)
         start_fresh(self._session, force=self._fresh)
         self._begin()
+
+    def _note_restored(self, report: RestoreReport) -> None:
+        self._session.note(
+            "restored",
+            report.step,
+            secs=report.secs["total"],
+            nbytes=sum(report.sources.values()),
+            text=str(report),
+        )
 
     def _begin(self) -> None:
         self._saver.begin()

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.job import same_bytes
-from tests.support.tiny import Managers, adamw, stored
+from tests.support.job import assert_equal, same_bytes
+from tests.support.tiny import (
+    DIM,
+    Managers,
+    adamw,
+    dense,
+    moe,
+    run_steps,
+    state_of,
+    stored,
+    train,
+    version_of,
+)
 from torch import Tensor, nn
 
 from moc.core.box import Box
 from moc.core.piece import Piece
-from moc.errors import MismatchError, StateError
+from moc.errors import ConfigError, MismatchError, RestoreError, StateError
+from moc.persist.commit import load_manifest
 from moc.state.tensors import as_bytes, as_values, dtype_names, over, tensor_bytes
+from moc.store.local import LocalStore
 
 LACKING = [
     getattr(torch, name)
@@ -178,3 +193,105 @@ def test_a_logical_dtype_is_compared_before_anything_is_touched(managers: Manage
         with pytest.raises(MismatchError, match=told):
             managers(model).restore()
         assert same_bytes(model.weight.detach(), then)
+
+
+# ------------------------------------------------------------------------------------ weights only
+
+
+def spoil(run: Path, step: int) -> int:
+    """Overwrite every byte of a step that is no parameter and no buffer; how many pieces."""
+    manifest = load_manifest(LocalStore(run), version_of(run, step))
+    others = [
+        r
+        for r in (*manifest.dense, *manifest.experts)
+        if r.piece.part not in ("weight", "buffer") and r.piece.nbytes
+    ]
+    for record in others:
+        with (run / manifest.files[record.file].key).open("r+b") as file:
+            file.seek(record.offset)
+            file.write(b"\xa5" * record.piece.nbytes)
+    return len(others)
+
+
+class Recording(LocalStore):
+    """Remembers what is read of data files."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if key.endswith(".safetensors"):
+            assert nbytes is not None
+            self.ranges.append((key, offset, nbytes))
+        return super().get(key, offset, nbytes)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+def test_weights_alone_read_no_other_byte(managers: Managers, stacked: bool) -> None:
+    """A19: for fine-tuning and evaluation, with an optimizer of another type or none."""
+    model = moe(stacked=stacked)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with managers(model, optimizer, extras={"scheduler": scheduler}) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+    assert spoil(managers.run, 2) > 10
+    then = state_of(model)
+    files = {path: path.read_bytes() for path in managers.run.rglob("*") if path.is_file()}
+
+    again = moe(1, stacked=stacked)
+    tuner = torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.9)
+    train(again, tuner, 7)
+    momentum = {k: v for k, v in state_of(again, tuner).items() if "/" in k}
+    random_state = torch.get_rng_state()
+    store = Recording(managers.run)
+    manager = managers(again, tuner, directory=store)
+    report = manager.restore(weights_only=True)
+    assert report is not None
+    assert (report.step, report.weights_only, report.attempt) == (2, True, 0)
+    assert "the weights of step 2" in str(report)
+    assert report.optimizer_entries == 0
+    assert sum(report.sources.values()) == report.sources["storage"]
+    assert sum(n for *_, n in store.ranges) == report.sources["storage"]
+    assert_equal(state_of(again), then)
+    assert_equal({k: v for k, v in state_of(again, tuner).items() if "/" in k}, momentum)
+    assert tuner.param_groups[0]["lr"] == 0.5
+    assert torch.equal(torch.get_rng_state(), random_state)
+    manager.close()
+    assert {path: path.read_bytes() for path in managers.run.rglob("*") if path.is_file()} == files
+
+
+def test_after_weights_alone_the_manager_is_read_only(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    reader_model = dense(1)
+    reader = managers(reader_model)
+    assert reader.restore(weights_only=True) is None
+    assert not managers.run.exists()
+    with managers(model, optimizer) as manager:
+        for step in (1, 2):
+            run_steps(manager, model, optimizer, [step], after=lambda _: manager.wait())
+            report = reader.restore(weights_only=True)  # while the other one goes on training
+            assert report is not None
+            assert report.step == step
+            assert_equal(state_of(reader_model), state_of(model))
+        assert reader.restore(1, weights_only=True) is not None
+    for act in (lambda: reader.step(3), lambda: reader.save(3), reader.restore):
+        with pytest.raises(RestoreError, match="only weights were restored"):
+            act()
+    reader.close()
+    with pytest.raises(ConfigError, match="fresh"):
+        managers(dense(1), fresh=True).restore(weights_only=True)
+
+
+def test_weights_alone_into_a_model_with_another_head(managers: Managers) -> None:
+    model = dense()
+    with managers(model) as manager:
+        manager.step(1)
+    other = nn.Sequential(*dense(1), nn.Linear(DIM, 2))
+    with pytest.raises(MismatchError, match=r"3\.weight"):
+        managers(other).restore(weights_only=True)
+    report = managers(other).restore(weights_only=True, strict=False)
+    assert report is not None
+    assert report.missing == ["3.bias (weight)", "3.weight (weight)"]
+    assert same_bytes(other[0].weight, model[0].weight)

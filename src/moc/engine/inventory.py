@@ -95,7 +95,7 @@ def read_store(session: Session) -> StoreFacts:
             return StoreFacts()
         store = session.store
         timeline = load_timeline(store)
-        problems = [] if session.is_foreign else roll_forward(store, timeline)[1]
+        problems = [] if session.is_read_only else roll_forward(store, timeline)[1]
         unborn: list[Version] = []
         manifests: list[Manifest] = []
         for version in filter(timeline.is_live, versions_in(store)):
@@ -122,10 +122,13 @@ def read_store(session: Session) -> StoreFacts:
 
 
 def list_memory(session: Session) -> tuple[tuple[int, Seal], ...]:
-    """Seals of all nodes; one rank of each node looks."""
+    """Seals of all nodes; one rank of each node looks.
+
+    None where weights alone are read: a job that trains may be overwriting its buffers.
+    """
 
     def look() -> _Held:
-        if not session.is_lister or not session.run_id:
+        if not session.is_lister or not session.run_id or session.weights_only:
             return _Held(session.node, [])
         seals = read_seals(run_memory(session.memory_dir, session.run_id))
         return _Held(session.node, [s for s in seals if s.run_id == session.run_id])

@@ -11,7 +11,7 @@ import torch
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box, bounding_shape, uncovered
 from moc.core.digest import digest_bytes
-from moc.core.piece import EXTRA, STEP_OF_EXPERT
+from moc.core.piece import EXTRA, STEP_OF_EXPERT, WEIGHT
 from moc.core.versions import Version
 from moc.engine.report import SOURCES
 from moc.engine.session import Session
@@ -22,15 +22,28 @@ from moc.recover.ladder import STORAGE, Fetch, RecoveryPlan, Source
 from moc.snapshot.buffers import run_memory
 from moc.state.extras import decode
 from moc.state.groups import match_groups, restore_groups
-from moc.state.live import Always, OwnedParam, Region
+from moc.state.live import BUFFER, Always, OwnedParam, Region
 from moc.state.tensors import over
 
-__all__ = ["Bad", "Loader", "once_per_file"]
+__all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 
 _SHOWN = 8
+_MODEL_PARTS = (WEIGHT, BUFFER)
 
 Bad = list[tuple[tuple[int, str, int], str]]
 """Places whose bytes were bad or gone, with a line about each."""
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a restore is asked for; see `CheckpointManager.restore`.
+
+    Attributes:
+        strict: names must be the same in checkpoint and model.
+        weights_only: parameters and buffers; nothing else is read or touched.
+    """
+
+    strict: bool = True
+    weights_only: bool = False
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -43,20 +56,26 @@ class _Target(msgspec.Struct, frozen=True):
 class Loader:
     """Fills this rank's live state from a plan."""
 
-    def __init__(self, session: Session, plan: RecoveryPlan) -> None:
+    def __init__(self, session: Session, plan: RecoveryPlan, wanted: Wanted) -> None:
         self._session = session
         self._plan = plan
+        self._wanted = wanted
         self._extras: dict[str, bytearray] = {}
         self._targets: dict[tuple[str, str], list[_Target]] = {}
         self._steps: list[tuple[OwnedParam, torch.Tensor]] = []
         # Ranks beyond the old world take the place of an old one, in turn.
         self._as_rank = session.rank % plan.world_size
-        self._fetches = [f for f in plan.fetches if f.piece.rank in (-1, self._as_rank)]
+        self._fetches = [
+            f
+            for f in plan.fetches
+            if f.piece.rank in (-1, self._as_rank)
+            and (f.piece.part in _MODEL_PARTS or not wanted.weights_only)
+        ]
         self._table = _by_tensor(self._fetches)
         self.nbytes = {c: dict.fromkeys(SOURCES, 0) for c in ("dense", "experts")}
         self.entries = 0
 
-    def check(self, *, strict: bool) -> tuple[list[str], list[str]]:
+    def check(self) -> tuple[list[str], list[str]]:
         """Compare the plan with the model before anything is touched. Collective.
 
         Raises:
@@ -90,11 +109,11 @@ class Loader:
             tuple[list[str], list[str], list[tuple[str, str]]],
         )
         known = {key for _, _, keys in told for key in keys}
-        names = {fqn for fqn, part in self._table if part in ("weight", "buffer")}
+        names = {fqn for fqn, part in self._table if part in _MODEL_PARTS}
         unexpected = sorted(names - {fqn for fqn, _ in known})
         all_missing = sorted({text for texts, _, _ in told for text in texts})
         all_differing = sorted({text for _, texts, _ in told for text in texts})
-        if all_differing or (strict and (all_missing or unexpected)):
+        if all_differing or (self._wanted.strict and (all_missing or unexpected)):
             raise MismatchError(
                 _tell_mismatch(self._plan.version, all_missing, unexpected, all_differing),
                 missing=tuple(all_missing),
@@ -115,7 +134,7 @@ class Loader:
             if saved.get(name) != now.get(name)
         ]
 
-    def load(self, *, strict: bool) -> Bad:
+    def load(self) -> Bad:
         """Read, verify and copy everything this rank wants. Collective.
 
         Returns:
@@ -127,16 +146,17 @@ class Loader:
         bad = self._fetch([f for f in self._fetches if f.piece.part == EXTRA])
         if bad:
             return bad
-        agree(self._session.group, lambda: self._check_small(strict=strict))
-        self._adopt_optimizer_state()
+        agree(self._session.group, self._check_small)
+        if not self._wanted.weights_only:
+            self._adopt_optimizer_state()
         return self._fetch(
             [f for f in self._fetches if f.piece.part != EXTRA and self._is_wanted(f)]
         )
 
-    def _check_small(self, *, strict: bool) -> None:
+    def _check_small(self) -> None:
         if OPTIMIZER_GROUPS in self._extras:
             match_groups(self._session.live, decode(self._extras[OPTIMIZER_GROUPS]))
-        if EXTRAS in self._extras and strict:
+        if EXTRAS in self._extras and self._wanted.strict:
             self._session.extras.check(self._extras[EXTRAS])
 
     def _fetch(self, wanted: Sequence[Fetch]) -> Bad:
@@ -159,9 +179,11 @@ class Loader:
             views.clear()
         return [item for told in gather_values(self._session.group, bad, Bad) for item in told]
 
-    def finish(self, *, strict: bool) -> None:
+    def finish(self) -> None:
         """After every byte has arrived: Python numbers, stale moments, groups, extras."""
         session = self._session
+        if self._wanted.weights_only:
+            return
         for targets in self._targets.values():
             for target in targets:
                 target.finish()
@@ -185,12 +207,12 @@ class Loader:
                 total[layer, : len(row)] = torch.tensor(row, dtype=torch.int64)
         session.tokens.load(total)
         if EXTRAS in self._extras:
-            session.extras.restore(self._extras[EXTRAS], strict=strict)
+            session.extras.restore(self._extras[EXTRAS], strict=self._wanted.strict)
 
     def _adopt_optimizer_state(self) -> None:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for (fqn, part), entry in self._table.items():
-            if part not in ("weight", "buffer", EXTRA, STEP_OF_EXPERT):
+            if part not in (*_MODEL_PARTS, EXTRA, STEP_OF_EXPERT):
                 parts.setdefault(fqn, {})[part] = (entry.dtype, entry.shape)
         live = self._session.live
         self._steps = []

@@ -15,7 +15,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: training goes on after this step.
-        attempt: number of the attempt that starts now.
+        attempt: number of the attempt that starts now; 0 where none does (``weights_only``).
         restored_attempt: attempt that had made the step.
         sources: restored bytes by source, summed over ranks; see `SOURCES`.
         by_class: the same for ``dense`` and ``experts`` apart.
@@ -31,6 +31,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         missing: names the model wants and the checkpoint lacks (``strict=False`` only).
         unexpected: names the checkpoint has and the model lacks (``strict=False`` only).
         reasons: one line for every step passed over, and why.
+        weights_only: only parameters and buffers were restored.
     """
 
     step: int
@@ -50,14 +51,16 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str] = []
     unexpected: list[str] = []
     reasons: list[str] = []
+    weights_only: bool = False
 
     def __str__(self) -> str:
         total = sum(self.sources.values())
         parts = ", ".join(
             f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in self.sources.items() if nbytes
         )
+        what = "the weights of step" if self.weights_only else "step"
         lines = [
-            f"restored step {self.step} ({total / 1e6:.1f} MB: {parts}) "
+            f"restored {what} {self.step} ({total / 1e6:.1f} MB: {parts}) "
             f"in {self.secs.get('total', 0.0):.2f} s; "
             f"{self.stale_experts} experts older, the oldest by {self.oldest_expert_age} steps; "
             + (

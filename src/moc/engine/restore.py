@@ -17,7 +17,7 @@ from moc.comm.group import agree, gather_values
 from moc.core.tokens import planned_routed, plt, plt_unique
 from moc.core.versions import AttemptRecord, Timeline
 from moc.engine.inventory import identify, list_memory, read_store, settle_orphans
-from moc.engine.load import Loader, once_per_file
+from moc.engine.load import Loader, Wanted, once_per_file
 from moc.engine.report import SOURCES, RestoreReport
 from moc.engine.session import Session, host_name
 from moc.errors import KeyExists, NothingValid, RanksDisagree, RestoreError, RunBusy, StoreError
@@ -31,11 +31,12 @@ _FORGOTTEN_SECS = 24 * 3600.0  # other runs' buffers that are older and unlocked
 _SHOWN = 8
 
 
-def restore(session: Session, asked_step: int | None, *, strict: bool) -> RestoreReport | None:
+def restore(session: Session, asked_step: int | None, wanted: Wanted) -> RestoreReport | None:
     """Restore and start the attempt; see `CheckpointManager.restore`. Collective."""
     began = knobs.monotonic()
+    session.weights_only = wanted.weights_only
     identify(session, write=False)
-    if not session.is_foreign:
+    if not session.is_read_only:
         settle_orphans(session)
     facts = read_store(session)
     seals = list_memory(session)
@@ -47,8 +48,9 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
     )
     nothing = not facts.manifests and not any(facts.timeline.is_live(s.version) for _, s in seals)
     if nothing and asked_step is None and not facts.problems:
-        identify(session, write=True)
-        _start_attempt(session, facts.timeline, 0, {}, [])
+        if not wanted.weights_only:
+            identify(session, write=True)
+            _start_attempt(session, facts.timeline, 0, {}, [])
         return None
     try:
         plan = climb(inventory, asked_step)
@@ -62,10 +64,10 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
     _compare_plans(session, plan)
     inventoried = knobs.monotonic()
     while True:
-        loader = Loader(session, plan)
-        missing, unexpected = loader.check(strict=strict)
+        loader = Loader(session, plan, wanted)
+        missing, unexpected = loader.check()
         try:
-            bad = loader.load(strict=strict)
+            bad = loader.load()
         except StoreError as error:
             raise RestoreError(f"restore of step {plan.version} failed: {error}") from error
         if not bad:
@@ -84,18 +86,13 @@ def restore(session: Session, asked_step: int | None, *, strict: bool) -> Restor
                 f"{error}; the model's contents are undefined now, start from a new process"
             ) from error
         _compare_plans(session, plan)
-    loader.finish(strict=strict)
+    loader.finish()
     loaded = knobs.monotonic()
     by_class, entries = _sum_over_ranks(session, loader)
     sources = {name: sum(c[name] for c in by_class.values()) for name in SOURCES}
-    session.base, session.base_versions = plan.base, plan.base_versions
-    session.lost, session.restored = plan.lost, plan.version
-    session.routed = plan.head.routed
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
-    if session.is_foreign and not missing and not unexpected:
-        session.model_id = session.run_model  # the same, but for how ranks share it
-    if not session.is_foreign:
-        _start_attempt(session, facts.timeline, plan.version.step, sources, plan.fault_lost)
+    if not wanted.weights_only:
+        _go_on(session, facts.timeline, plan, sources, is_same=not missing and not unexpected)
     return _report(
         session,
         plan,
@@ -122,6 +119,24 @@ def start_fresh(session: Session, *, force: bool) -> None:
             "before the first save, or give fresh=True to start over beside them"
         )
     _start_attempt(session, facts.timeline, 0, {}, [])
+
+
+def _go_on(
+    session: Session,
+    timeline: Timeline,
+    plan: RecoveryPlan,
+    sources: dict[str, int],
+    *,
+    is_same: bool,
+) -> None:
+    """What was restored becomes what this attempt starts from. Collective."""
+    if is_same:
+        session.model_id = session.run_model  # but for how ranks share it
+    session.base, session.base_versions = plan.base, plan.base_versions
+    session.lost, session.restored = plan.lost, plan.version
+    session.routed = plan.head.routed
+    if not session.is_foreign:
+        _start_attempt(session, timeline, plan.version.step, sources, plan.fault_lost)
 
 
 def _compare_plans(session: Session, plan: RecoveryPlan) -> None:
@@ -228,4 +243,5 @@ def _report(
         missing=names[0],
         unexpected=names[1],
         reasons=list(plan.reasons),
+        weights_only=session.weights_only,
     )

@@ -54,6 +54,7 @@ class Session:
         restored: version that was restored, None for a fresh start.
         unsound: keys of data files in which the restore found bad bytes.
         routed: its token counts.
+        weights_only: weights were asked for and nothing else: the run is only read.
     """
 
     group: Group
@@ -78,12 +79,18 @@ class Session:
     restored: Version | None = None
     unsound: list[str] = field(default_factory=list)
     routed: Totals = field(default_factory=list)
+    weights_only: bool = False
     _events: deque[Event] = field(default_factory=deque)
 
     @property
     def is_foreign(self) -> bool:
         """Whether the run belongs to another model: then it is read and never written."""
         return self.run_model not in ("", self.model_id)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the run is somebody else's, who may be training: nothing of it is touched."""
+        return self.weights_only or self.is_foreign
 
     @property
     def rank(self) -> int:
