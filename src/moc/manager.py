@@ -160,7 +160,12 @@ class CheckpointManager:
     # ------------------------------------------------------------------ verbs
 
     def restore(
-        self, step: int | None = None, *, strict: bool = True, weights_only: bool = False
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        cast: bool = False,
     ) -> RestoreReport | None:
         """Restore the newest whole step, or exactly ``step``. Call it before training, once.
 
@@ -174,6 +179,9 @@ class CheckpointManager:
                 nothing of the run is written, so that a job may be training in it meanwhile. The
                 manager is read-only from then on: call this again for a newer step, and save to
                 another directory with a manager of its own.
+            cast: convert values where checkpoint and model differ in dtype, with a warning that
+                counts them; optimizer state of a parameter's old dtype goes with it. Shapes must
+                agree, and complex never becomes real, nor float an int. The next save is full.
 
         Returns:
             What was restored and what it cost; None only where there is nothing yet.
@@ -199,7 +207,9 @@ class CheckpointManager:
         else:
             try:
                 report = restore(
-                    self._session, step, Wanted(strict=strict, weights_only=weights_only)
+                    self._session,
+                    step,
+                    Wanted(strict=strict, weights_only=weights_only, cast=cast),
                 )
             except RestoreError as error:
                 if "undefined" in str(error):

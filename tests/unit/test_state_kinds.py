@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.job import assert_equal, same_bytes
 from tests.support.tiny import (
     DIM,
+    EACH,
     Managers,
     adamw,
     dense,
@@ -24,6 +25,7 @@ from tests.support.tiny import (
 )
 from torch import Tensor, nn
 
+import moc
 from moc.core.box import Box
 from moc.core.piece import Piece
 from moc.errors import ConfigError, MismatchError, RestoreError, StateError
@@ -295,3 +297,109 @@ def test_weights_alone_into_a_model_with_another_head(managers: Managers) -> Non
     assert report is not None
     assert report.missing == ["3.bias (weight)", "3.weight (weight)"]
     assert same_bytes(other[0].weight, model[0].weight)
+
+
+# ------------------------------------------------------------------------------------------ casts
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+def test_a_cast_is_asked_for_and_told(managers: Managers, stacked: bool) -> None:
+    """A24: otherwise a different dtype is refused, with every name at once."""
+    model = moe(stacked=stacked)
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+    then = state_of(model, optimizer)
+
+    again = moe(1, stacked=stacked).bfloat16()
+    fresh = adamw(again)
+    before = state_of(again)
+    with pytest.raises(MismatchError, match=r"F32.*BF16.*cast=True") as caught:
+        managers(again, fresh).restore()
+    parameters = list(again.parameters())
+    assert len(caught.value.differing) == len(parameters)
+    assert_equal(state_of(again), before)
+
+    events: list[moc.Event] = []
+    policy = msgspec.structs.replace(EACH, k_snapshot=1, k_persist=1)
+    manager = managers(again, fresh, on_event=events.append, policy=policy)
+    report = manager.restore(cast=True)
+    assert report is not None
+    told = [e.text for e in events if e.kind == "warning" and "cast" in e.text]
+    count = len(parameters)
+    assert told == [f"cast=True: converted {count} tensors of the model: {count} from F32 to BF16"]
+    expected = {
+        name: value if name.endswith(("seen", "/step")) else value.bfloat16()
+        for name, value in then.items()
+    }
+    assert_equal(state_of(again, fresh), expected)
+    batch16 = torch.randn(8, DIM).bfloat16()
+    again(batch16).square().mean().backward()
+    fresh.step()
+    manager.step(3)
+    manager.wait()
+    manager.close()
+    # What follows is of one dtype, every expert: none is inherited from before the cast.
+    third = moe(2, stacked=stacked).bfloat16()
+    last = adamw(third)
+    report = managers(third, last, memory_dir=managers.memory_dir / "another").restore()
+    assert report is not None
+    assert report.step == 3
+    router = ("1.router.gate.weight", "0.weight")
+    assert_equal(
+        {k: v for k, v in state_of(third).items() if k in router},
+        {k: v for k, v in state_of(again).items() if k in router},
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "fits"),
+    [
+        (torch.float32, torch.float64, True),
+        (torch.float64, torch.float16, True),
+        (torch.complex128, torch.complex64, True),
+        (torch.complex64, torch.complex128, True),
+        (torch.float8_e4m3fnuz, torch.float32, True),
+        (torch.float32, torch.float8_e5m2fnuz, True),
+        (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, True),
+        (torch.int64, torch.int32, True),
+        (torch.float32, torch.int32, False),
+        (torch.complex128, torch.float64, False),
+        (torch.int64, torch.bool, False),
+    ],
+    ids=str,
+)
+def test_a_cast_keeps_the_kind_of_number(
+    managers: Managers, then: torch.dtype, now: torch.dtype, fits: bool
+) -> None:
+    def build(dtype: torch.dtype, factor: int) -> nn.Module:
+        model = nn.Linear(2, 2)
+        values = torch.tensor([[1.0, -2.0, 3.0], [0.0, 5.0, -6.0]]) * factor
+        for name, value in (("matrix", values), ("turned", values.t()), ("one", values[0, 0])):
+            model.register_buffer(name, value.to(dtype))
+        return model
+
+    saved, target = build(then, 1), build(now, 0)
+    with managers(saved) as manager:
+        manager.step(1)
+    before = {name: memory_of(value) for name, value in target.named_buffers()}
+    if fits:
+        assert managers(target).restore(cast=True) is not None
+        for name, value in target.named_buffers():
+            assert value.dtype == now
+            assert memory_of(value) == memory_of(saved.get_buffer(name).to(now))
+    else:
+        with pytest.raises(MismatchError) as caught:
+            managers(target).restore(cast=True)
+        assert len(caught.value.differing) == 3
+        assert "cast=True" not in str(caught.value)
+        assert {name: memory_of(value) for name, value in target.named_buffers()} == before
+
+
+def test_a_cast_forgives_no_shape(managers: Managers) -> None:
+    with managers(nn.Linear(3, 4)) as manager:
+        manager.step(1)
+    target = nn.Linear(4, 4).double()
+    with pytest.raises(MismatchError, match=r"weight \(weight\).*\[4, 3\].*\[4, 4\]") as caught:
+        managers(target).restore(cast=True)
+    assert len(caught.value.differing) == 1  # the bias could be cast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -23,7 +24,7 @@ from moc.snapshot.buffers import run_memory
 from moc.state.extras import decode
 from moc.state.groups import match_groups, restore_groups
 from moc.state.live import BUFFER, Always, OwnedParam, Region
-from moc.state.tensors import over
+from moc.state.tensors import as_values, can_cast, over
 
 __all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 
@@ -40,10 +41,12 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         strict: names must be the same in checkpoint and model.
         weights_only: parameters and buffers; nothing else is read or touched.
+        cast: convert values of other dtypes.
     """
 
     strict: bool = True
     weights_only: bool = False
+    cast: bool = False
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -72,6 +75,7 @@ class Loader:
             and (f.piece.part in _MODEL_PARTS or not wanted.weights_only)
         ]
         self._table = _by_tensor(self._fetches)
+        self.casts: list[tuple[str, str, str]] = []
         self.nbytes = {c: dict.fromkeys(SOURCES, 0) for c in ("dense", "experts")}
         self.entries = 0
 
@@ -79,10 +83,11 @@ class Loader:
         """Compare the plan with the model before anything is touched. Collective.
 
         Raises:
-            MismatchError: shapes or dtypes differ, or (strict) names do.
+            MismatchError: shapes or (without a cast) dtypes differ, or (strict) names do.
         """
         regions = list(self._session.live.model_regions())
         missing: list[str] = []
+        casts: list[tuple[str, str, str]] = []
         differing = self._other_layers()
         for region in regions:
             label = f"{region.fqn} ({region.part})"
@@ -92,27 +97,32 @@ class Loader:
                 continue
             wanted = self._session.live.logical_shape(region)
             dtype = region.logical or region.dtype
-            if (entry.dtype, entry.shape) != (dtype, wanted):
+            others = sorted(entry.dtypes - {dtype})
+            castable = entry.shape == wanted and all(can_cast(d, dtype) for d in others)
+            if entry.shape != wanted or (others and not (castable and self._wanted.cast)):
                 differing.append(
-                    f"{label}: checkpoint {entry.dtype} {list(entry.shape)}, "
+                    f"{label}: checkpoint {'/'.join(sorted(entry.dtypes))} {list(entry.shape)}, "
                     f"model {dtype} {list(wanted)}"
+                    f"{' (restore(cast=True) converts it)' if castable else ''}"
                 )
             elif uncovered(region.value_box, entry.boxes):
                 missing.append(f"{label}: parts of it")
+            casts += [(other, dtype, label) for other in others]
             self._targets.setdefault((region.fqn, region.part), []).append(
                 _Target(region, _nothing)
             )
         here = {key for key in self._table if key in self._targets}
         told = gather_values(
             self._session.group,
-            (missing, differing, sorted(here)),
-            tuple[list[str], list[str], list[tuple[str, str]]],
+            (missing, differing, sorted(here), casts),
+            tuple[list[str], list[str], list[tuple[str, str]], list[tuple[str, str, str]]],
         )
-        known = {key for _, _, keys in told for key in keys}
+        known = {key for _, _, keys, _ in told for key in keys}
+        self.casts = sorted({cast for *_, casts in told for cast in casts})
         names = {fqn for fqn, part in self._table if part in _MODEL_PARTS}
         unexpected = sorted(names - {fqn for fqn, _ in known})
-        all_missing = sorted({text for texts, _, _ in told for text in texts})
-        all_differing = sorted({text for _, texts, _ in told for text in texts})
+        all_missing = sorted({text for texts, *_ in told for text in texts})
+        all_differing = sorted({text for _, texts, *_ in told for text in texts})
         if all_differing or (self._wanted.strict and (all_missing or unexpected)):
             raise MismatchError(
                 _tell_mismatch(self._plan.version, all_missing, unexpected, all_differing),
@@ -182,6 +192,8 @@ class Loader:
     def finish(self) -> None:
         """After every byte has arrived: Python numbers, stale moments, groups, extras."""
         session = self._session
+        if self.casts and session.rank == 0:
+            session.note("warning", self._plan.version.step, text=_tell_casts(self.casts))
         if self._wanted.weights_only:
             return
         for targets in self._targets.values():
@@ -213,7 +225,11 @@ class Loader:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for (fqn, part), entry in self._table.items():
             if part not in (*_MODEL_PARTS, EXTRA, STEP_OF_EXPERT):
-                parts.setdefault(fqn, {})[part] = (entry.dtype, entry.shape)
+                parts.setdefault(fqn, {})[part] = (min(entry.dtypes), entry.shape)
+        for fqn, changed in self._changed_dtypes().items():
+            for part, (dtype, shape) in parts.get(fqn, {}).items():
+                if part != "step" and dtype in changed:
+                    parts[fqn][part] = (changed[dtype], shape)
         live = self._session.live
         self._steps = []
         self.entries = 0
@@ -240,10 +256,19 @@ class Loader:
                     )
                 ]
 
+    def _changed_dtypes(self) -> dict[str, dict[str, str]]:
+        """By parameter, what its dtype was and is: optimizer state of its dtype goes with it."""
+        changed: dict[str, dict[str, str]] = {}
+        for (fqn, part), targets in self._targets.items():
+            if part == WEIGHT:
+                now = targets[0].region.logical or targets[0].region.dtype
+                changed[fqn] = {then: now for then in self._table[fqn, part].dtypes if then != now}
+        return changed
+
     def _is_wanted(self, fetch: Fetch) -> bool:
-        piece = fetch.piece
+        piece, box = fetch.piece, fetch.piece.value_box
         return any(
-            piece.box.numel == 0 or target.region.box.intersect(piece.box) is not None
+            box.numel == 0 or target.region.value_box.intersect(box) is not None
             for target in self._targets.get((piece.fqn, piece.part), ())
         )
 
@@ -308,11 +333,11 @@ class Loader:
         source = over(data, 0, piece.dtype, piece.box.sizes)
         with torch.no_grad():
             for target in self._targets[piece.fqn, piece.part]:
-                common = target.region.box.intersect(piece.box) if piece.box.sizes else piece.box
-                if common is None:
-                    continue
-                values = source[common.within(piece.box)] if piece.box.sizes else source
-                target.region.view(common).copy_(values)
+                if target.region.logical == piece.logical:  # bytes, where values are not plain
+                    _copy(source, piece.box, target.region.view, target.region.box)
+                else:
+                    values = as_values(source, piece.logical) if piece.logical else source
+                    _copy(values, piece.value_box, target.region.values, target.region.value_box)
 
     def _count(self, fetch: Fetch, source: Source) -> None:
         kind = "experts" if fetch.piece.is_expert else "dense"
@@ -324,7 +349,7 @@ class Loader:
 class _Logical(msgspec.Struct):
     """A logical tensor in the checkpoint, in values."""
 
-    dtype: str
+    dtypes: set[str]
     boxes: list[Box]
     shape: tuple[int, ...] = ()
 
@@ -333,13 +358,19 @@ def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
     table: dict[tuple[str, str], _Logical] = {}
     for fetch in fetches:
         piece = fetch.piece
-        entry = table.setdefault(
-            (piece.fqn, piece.part), _Logical(piece.logical or piece.dtype, [])
-        )
+        entry = table.setdefault((piece.fqn, piece.part), _Logical(set(), []))
+        entry.dtypes.add(piece.logical or piece.dtype)
         entry.boxes.append(piece.value_box)
     for entry in table.values():
         entry.shape = bounding_shape(entry.boxes)
     return table
+
+
+def _copy(source: torch.Tensor, box: Box, view: Callable[[Box], torch.Tensor], region: Box) -> None:
+    """Copy what a box has in common with a region."""
+    common = region.intersect(box) if box.sizes else box
+    if common is not None:
+        view(common).copy_(source[common.within(box)] if box.sizes else source)
 
 
 def _nothing() -> None:
@@ -360,6 +391,12 @@ def once_per_file(bad: Bad) -> list[str]:
 def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
     where = "the store" if source.node == STORAGE else f"the memory of node {source.node}"
     return f"{fetch.piece.name} in {source.file} ({where}) cannot be used: {error}"
+
+
+def _tell_casts(casts: Sequence[tuple[str, str, str]]) -> str:
+    counts = Counter((then, now) for then, now, _ in casts)
+    told = [f"{n} from {then} to {now}" for (then, now), n in sorted(counts.items())]
+    return f"cast=True: converted {len(casts)} tensors of the model: {', '.join(told)}"
 
 
 def _tell_mismatch(

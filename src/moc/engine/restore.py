@@ -92,7 +92,8 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     sources = {name: sum(c[name] for c in by_class.values()) for name in SOURCES}
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if not wanted.weights_only:
-        _go_on(session, facts.timeline, plan, sources, is_same=not missing and not unexpected)
+        is_same = not missing and not unexpected
+        _go_on(session, facts.timeline, plan, sources, is_same=is_same, is_cast=bool(loader.casts))
     return _report(
         session,
         plan,
@@ -128,8 +129,11 @@ def _go_on(
     sources: dict[str, int],
     *,
     is_same: bool,
+    is_cast: bool,
 ) -> None:
     """What was restored becomes what this attempt starts from. Collective."""
+    if is_cast:  # no later step may inherit experts of another dtype from an older one
+        plan = msgspec.structs.replace(plan, base=None, base_versions=[])
     if is_same:
         session.model_id = session.run_model  # but for how ranks share it
     session.base, session.base_versions = plan.base, plan.base_versions

@@ -10,7 +10,15 @@ import torch
 
 from moc.errors import StateError
 
-__all__ = ["as_bytes", "as_values", "dtype_names", "over", "tensor_bytes", "torch_dtype"]
+__all__ = [
+    "as_bytes",
+    "as_values",
+    "can_cast",
+    "dtype_names",
+    "over",
+    "tensor_bytes",
+    "torch_dtype",
+]
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -69,6 +77,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def can_cast(source: str, target: str) -> bool:
+    """Whether a cast keeps the kind of number: not from complex to real, nor from float to int."""
+    kind, wanted = torch_dtype(source), torch_dtype(target)
+    if not torch.can_cast(kind, wanted):
+        return False
+    try:
+        torch.empty(1, dtype=kind).to(wanted)
+    except RuntimeError:  # packed types have no conversions
+        return False
+    return True
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A U8 view with one more dimension at the end, over the bytes of each item.
 
@@ -81,8 +101,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_values(items: torch.Tensor, logical: str) -> torch.Tensor:
-    """The values behind what `as_bytes` gave, or a contiguous copy of it."""
-    return items.view(torch_dtype(logical)).squeeze(-1)
+    """A copy of the values behind what `as_bytes` gave; in a file they are not aligned."""
+    return items.clone(memory_format=torch.contiguous_format).view(torch_dtype(logical)).squeeze(-1)
 
 
 def over(
