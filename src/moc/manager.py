@@ -70,6 +70,9 @@ class CheckpointManager:
             a node, by default.
         experts: ``"auto"`` (known layouts), `ExpertRule` list, or None for a dense model.
         router: where routers are, for counting tokens; see `moc.state.routers`.
+        exclude_frozen: leave out parameters that do not require gradients when the manager is made
+            (alike on all ranks). A restore then needs their values to be there already, and
+            leaves them alone; a manager without it refuses such a checkpoint and names them.
         fresh: start over at step 0 beside what the run already holds.
         on_event: called with every `Event` of this rank, on the main thread.
 
@@ -90,6 +93,7 @@ class CheckpointManager:
         memory_bytes: int | None = None,
         experts: str | Sequence[ExpertRule] | None = "auto",
         router: Mapping[str, str] | str | None = None,
+        exclude_frozen: bool = False,
         fresh: bool = False,
         on_event: Callable[[Event], None] | None = None,
         faults: FaultScript | None = None,
@@ -125,7 +129,7 @@ class CheckpointManager:
             found = build_expert_map(plain.shapes, experts, topology.ep_rank, topology.ep_size)
             return (
                 store,
-                LiveState(model, optimizers, found),
+                LiveState(model, optimizers, found, exclude_frozen=exclude_frozen),
                 Extras(extras or {}),
                 node_key(memory),
             )

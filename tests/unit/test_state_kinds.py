@@ -403,3 +403,113 @@ def test_a_cast_forgives_no_shape(managers: Managers) -> None:
     with pytest.raises(MismatchError, match=r"weight \(weight\).*\[4, 3\].*\[4, 4\]") as caught:
         managers(target).restore(cast=True)
     assert len(caught.value.differing) == 1  # the bias could be cast
+
+
+# ----------------------------------------------------------------------------------------- frozen
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a trained low-rank part beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(seed: int, base_seed: int = 0) -> nn.Module:
+    base = dense(base_seed)
+    torch.manual_seed(100 + seed)
+    return nn.Sequential(Adapter(base[0]), nn.Tanh(), Adapter(base[2]))
+
+
+BASE = ["0.base.bias", "0.base.weight", "2.base.bias", "2.base.weight"]
+
+
+@pytest.mark.parametrize("everything_in_groups", [True, False], ids=["all", "adapters"])
+def test_frozen_parameters_are_left_out(managers: Managers, everything_in_groups: bool) -> None:
+    """A21."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+        chosen = [p for p in model.parameters() if everything_in_groups or p.requires_grad]
+        return torch.optim.AdamW(chosen, lr=0.01)
+
+    model = adapted(1)
+    optimizer = optimizer_of(model)
+    with managers(model, optimizer, exclude_frozen=True) as manager:
+        run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
+    names = {name.split("|")[0] for name in stored(managers.run, 2)} - {"moc.extras"}
+    assert not names & set(BASE)
+    head = load_manifest(LocalStore(managers.run), version_of(managers.run, 2)).head
+    assert (head.frozen, head.left_out) == (BASE, [])
+
+    loud = adapted(2)
+    before = state_of(loud)
+    with pytest.raises(MismatchError, match="exclude_frozen=True") as caught:
+        managers(loud, optimizer_of(loud)).restore()
+    assert caught.value.missing == tuple(f"{name} (weight)" for name in BASE)
+    assert all(name in str(caught.value) for name in BASE)
+    assert_equal(state_of(loud), before)
+
+    again = adapted(3)
+    fresh = optimizer_of(again)
+    assert managers(again, fresh, exclude_frozen=True).restore() is not None
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))
+    assert train(again, fresh, 3) == train(model, optimizer, 3)
+    other_base = adapted(3, base_seed=4)
+    managers(other_base, exclude_frozen=True).restore(weights_only=True)
+    assert same_bytes(other_base[0].base.weight, adapted(3, base_seed=4)[0].base.weight)
+    assert not same_bytes(other_base[0].base.weight, model[0].base.weight)
+
+
+def test_a_full_checkpoint_leaves_frozen_parameters_alone(managers: Managers) -> None:
+    model = adapted(1)
+    with managers(model) as manager:
+        manager.step(1)
+    again = adapted(2, base_seed=5)
+    then = again[0].base.weight.clone()
+    assert managers(again, exclude_frozen=True).restore() is not None
+    assert same_bytes(again[0].base.weight, then)
+    assert same_bytes(again[0].up.weight, model[0].up.weight)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+@pytest.mark.parametrize("trained", ["none", "some"])
+def test_frozen_experts(managers: Managers, stacked: bool, trained: str) -> None:
+    """Frozen as a whole they are left out; an expert among trained ones is saved."""
+
+    def build(seed: int) -> nn.Module:
+        model = moe(seed, stacked=stacked)
+        parameters = list(model[1].experts.parameters())
+        for param in parameters[: None if trained == "none" else len(parameters) // 2]:
+            param.requires_grad_(False)
+        return model
+
+    model = build(0)
+    optimizer = adamw(model)
+    policy = msgspec.structs.replace(EACH, k_snapshot=2, k_persist=1)
+    with managers(model, optimizer, exclude_frozen=True, policy=policy) as manager:
+        run_steps(manager, model, optimizer, [1, 2, 3], after=lambda _: manager.wait())
+    saved = [n for n in stored(managers.run, 3) if ".experts." in n and "|weight|" in n]
+    assert bool(saved) == (trained == "some")
+    again = build(0)
+    fresh = adamw(again)
+    place = managers.memory_dir / "another"
+    report = managers(again, fresh, exclude_frozen=True, memory_dir=place).restore()
+    assert report is not None
+    if trained == "none":
+        assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+def test_a_parameter_that_is_unfrozen_later_is_not_lost_in_silence(managers: Managers) -> None:
+    model = adapted(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = managers(model, optimizer, exclude_frozen=True)
+    run_steps(manager, model, optimizer, [1], after=lambda _: manager.wait())
+    model[0].base.weight.requires_grad_(True)
+    with pytest.raises(StateError, match=r"0\.base\.weight.*trained now"):
+        run_steps(manager, model, optimizer, [2])

@@ -100,7 +100,7 @@ def _facts(manifest: Manifest, timeline: Timeline) -> dict[str, Any]:
         "saved": head.saved,
         "routed": head.routed,
         "lost": head.lost,
-        "left_out": head.left_out,
+        "left_out": [*head.left_out, *head.frozen],
         "attempts": [_attempt_facts(record) for record in timeline.attempts],
     }
 
@@ -155,6 +155,8 @@ def _draw(url: str, manifest: Manifest, timeline: Timeline) -> None:
             console.print(f"attempt {record.attempt} restored from: {', '.join(parts)}")
     if head.left_out:
         console.print(f"\nLeft out by rule: {', '.join(head.left_out)}", soft_wrap=True)
+    if head.frozen:
+        console.print(f"\nLeft out as frozen: {', '.join(head.frozen)}", soft_wrap=True)
 
 
 def _draw_ages(manifest: Manifest) -> None:

@@ -94,6 +94,7 @@ class CommitHead(msgspec.Struct, frozen=True, kw_only=True):
         k_snapshot: experts per MoE layer and snapshot in force.
         k_persist: experts per MoE layer and persist in force.
         left_out: names of live tensors that are not saved by rule (rope tables, masks).
+        frozen: names of parameters that are not saved because they are not trained.
     """
 
     model: str
@@ -105,6 +106,7 @@ class CommitHead(msgspec.Struct, frozen=True, kw_only=True):
     k_snapshot: int
     k_persist: int
     left_out: list[str] = []
+    frozen: list[str] = []
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ from moc.comm.group import agree, gather_values
 from moc.core.box import Box, bounding_shape, uncovered
 from moc.core.digest import digest_bytes
 from moc.core.piece import EXTRA, STEP_OF_EXPERT, WEIGHT
-from moc.core.versions import Version
 from moc.engine.report import SOURCES
 from moc.engine.session import Session
 from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS
@@ -112,6 +111,7 @@ class Loader:
                 _Target(region, _nothing)
             )
         here = {key for key in self._table if key in self._targets}
+        here |= {(name, WEIGHT) for name in self._session.live.frozen}  # left alone
         told = gather_values(
             self._session.group,
             (missing, differing, sorted(here), casts),
@@ -125,7 +125,7 @@ class Loader:
         all_differing = sorted({text for _, texts, *_ in told for text in texts})
         if all_differing or (self._wanted.strict and (all_missing or unexpected)):
             raise MismatchError(
-                _tell_mismatch(self._plan.version, all_missing, unexpected, all_differing),
+                _tell_mismatch(self._plan, all_missing, unexpected, all_differing),
                 missing=tuple(all_missing),
                 unexpected=tuple(unexpected),
                 differing=tuple(all_differing),
@@ -400,14 +400,23 @@ def _tell_casts(casts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _tell_mismatch(
-    version: Version, missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
+    plan: RecoveryPlan,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    differing: Sequence[str],
 ) -> str:
     lines = [
-        f"step {version} is of another model, or does not fit this one; nothing was changed "
+        f"step {plan.version} is of another model, or does not fit this one; nothing was changed "
         "(another directory for another model, strict=False to load what fits)"
     ]
+    frozen = {f"{name} ({WEIGHT})" for name in plan.head.frozen}
     for title, names in (
-        ("missing in the checkpoint", missing),
+        (
+            "left out of the checkpoint as frozen, so fill them from the base model and give "
+            "exclude_frozen=True",
+            [name for name in missing if name in frozen],
+        ),
+        ("missing in the checkpoint", [name for name in missing if name not in frozen]),
         ("unexpected in the checkpoint", unexpected),
         ("different", differing),
     ):

@@ -129,6 +129,7 @@ class Snapshots:
             k_snapshot=session.most_experts(0),
             k_persist=session.most_experts(1),
             left_out=list(structure.left_out),
+            frozen=list(structure.frozen),
         )
         seal = Seal(
             run_id=session.run_id,

@@ -7,7 +7,7 @@ to save; so everything that can be prepared is prepared here, and a save only wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -78,6 +78,7 @@ class Structure:
         buffers: how many.
         buffers_wanted: how many would keep every expert's newest version in memory.
         left_out: names of buffers that are not saved by rule.
+        frozen: names of parameters that no rank saves because they are not trained.
     """
 
     plan: RankPlan
@@ -89,6 +90,7 @@ class Structure:
     buffers: int
     buffers_wanted: int
     left_out: tuple[str, ...]
+    frozen: tuple[str, ...]
 
 
 def agree_on_structure(
@@ -115,9 +117,13 @@ def agree_on_structure(
     ]
     plan = plan_save(catalogues, session.rank, session.experts_per_layer)
     stamp = session.live.stamp()
-    return agree(
+    frozen = {
+        n for names in gather_values(session.group, session.live.frozen, list[str]) for n in names
+    }
+    structure = agree(
         session.group, lambda: _size(session, plan, regions, stamp, diverged, memory_bytes)
     )
+    return replace(structure, frozen=tuple(sorted(frozen)))
 
 
 def capture_extras(session: Session) -> list[tuple[str, bytes]]:
@@ -179,6 +185,7 @@ def _size(
         buffers=_count_buffers(session, buffer_bytes, wanted, memory_bytes),
         buffers_wanted=wanted,
         left_out=tuple(session.live.left_out),
+        frozen=(),
     )
 
 

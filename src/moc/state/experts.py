@@ -11,7 +11,7 @@ This file knows names and shapes only; it reads no tensor and no rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -153,6 +153,21 @@ class ExpertMap(msgspec.Struct, frozen=True):
                 for fqn, entry in self.entries.items()
             },
             self.spans,
+        )
+
+    def without(self, layers: Collection[int]) -> ExpertMap:
+        """The map without some layers, by number; what they hold counts as dense."""
+        kept = [number for number in range(len(self.layers)) if number not in layers]
+        entries = {
+            fqn: msgspec.structs.replace(entry, layer=kept.index(entry.layer))
+            for fqn, entry in self.entries.items()
+            if entry.layer not in layers
+        }
+        return ExpertMap(
+            tuple(self.layers[number] for number in kept),
+            tuple(self.experts[number] for number in kept),
+            entries,
+            {fqn: span for fqn, span in self.spans.items() if fqn in entries},
         )
 
 

@@ -40,6 +40,7 @@ EAGER_BELOW_BYTES = 64 << 10
 """Smaller optimizer state is copied at once: overlapping it gains nothing."""
 
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_SHOWN = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _SCALARS = {int: ("@int", torch.int64), float: ("@float", torch.float64)}
 
@@ -165,8 +166,18 @@ class LiveState:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         experts: ExpertMap | None = None,
+        *,
+        exclude_frozen: bool = False,
     ) -> None:
         """Look at the objects; copy nothing.
+
+        Args:
+            model: wrapped or not.
+            optimizers: in an order that stays the same.
+            experts: which parameters are routed experts.
+            exclude_frozen: leave out parameters that are not trained now. Those of a MoE layer in
+                which some experts are trained and others not stay in, as an expert without any
+                piece could not be told from a lost one.
 
         Raises:
             ConfigError: an optimizer holds a parameter that the model has not.
@@ -187,6 +198,27 @@ class LiveState:
                         "after the optimizer was built?"
                     )
                 self._optimized.add(id(param))
+        self._frozen: dict[str, nn.Parameter] = {}
+        self.frozen: list[str] = []
+        """Global names of the parameters that are left out."""
+        if exclude_frozen:
+            self._leave_out_frozen()
+
+    def _leave_out_frozen(self) -> None:
+        held: dict[int, set[int]] = {}
+        trained: dict[int, set[int]] = {}
+        for name, entry in self.experts.entries.items():
+            ids = range(entry.first, entry.first + entry.count)
+            held.setdefault(entry.layer, set()).update(ids)
+            if self.params[name].requires_grad:
+                trained.setdefault(entry.layer, set()).update(ids)
+        partly = {layer for layer in trained if trained[layer] != held[layer]}
+        for name, param in self.params.items():
+            owner = self._entry(name)
+            if not param.requires_grad and (owner is None or owner.layer not in partly):
+                self._frozen[name] = param
+        self.frozen = [self.global_name(name) for name in self._frozen]
+        self.experts = self.experts.without(held.keys() - trained.keys())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -207,7 +239,11 @@ class LiveState:
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when state appears or vanishes (the first step, an expert's first token)."""
-        return tuple(len(entry) for optimizer in self.inner for entry in optimizer.state.values())
+        thawed = sum(param.requires_grad for param in self._frozen.values())
+        return (
+            thawed,
+            *(len(entry) for optimizer in self.inner for entry in optimizer.state.values()),
+        )
 
     def may_grow(self, *, stepped: bool) -> bool:
         """Whether the next optimizer step may bring state that is not there yet.
@@ -241,7 +277,18 @@ class LiveState:
         return sizes
 
     def regions(self) -> Iterator[Region]:
-        """Everything that is there now."""
+        """Everything that is there now.
+
+        Raises:
+            StateError: a parameter that was left out as frozen is trained now.
+        """
+        thawed = [name for name, param in self._frozen.items() if param.requires_grad]
+        if thawed:
+            raise StateError(
+                f"exclude_frozen=True left out {', '.join(thawed[:_SHOWN])} "
+                f"({len(thawed)} parameters), which are trained now; restore with a manager that "
+                "is made after they are unfrozen"
+            )
         yield from self.model_regions()
         for owned in self.owned():
             yield from self._state_regions(owned)
@@ -249,6 +296,8 @@ class LiveState:
     def model_regions(self) -> Iterator[Region]:
         """Parameters and buffers."""
         for name, param in self.params.items():
+            if name in self._frozen:
+                continue
             overlapped = id(param) in self._optimized
             yield self._region(name, WEIGHT, self._entry(name), Always(param), overlapped)
         for name, buffer, saved in self._buffers():
@@ -261,6 +310,8 @@ class LiveState:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     name = self._names[id(param)]
+                    if name in self._frozen:
+                        continue
                     yield OwnedParam(
                         fqn=name,
                         param=param,
