@@ -241,6 +241,33 @@ class CheckpointManager:
         self._session.flush()
         return report
 
+    def register(
+        self, name: str, tensor: torch.Tensor, *, stable: bool = False, scope: str = "replicated"
+    ) -> None:
+        """Save a tensor that lives outside the model too: an EMA copy, a counter.
+
+        Call it before `restore` and the first save; not collective. The tensor must stay the same
+        object, and is filled in place.
+
+        Args:
+            name: under which it is saved; no parameter or buffer has it.
+            tensor: of any dtype and strides.
+            stable: nothing writes it between `step` and the next optimizer step, so that its copy
+                may overlap with training.
+            scope: ``"replicated"`` (all ranks hold the same), ``"per_rank"`` (each its own; a rank
+                beyond the old world takes an old one's), or ``"sum"`` (each holds a part of a
+                total; the total comes back on rank 0, zeros elsewhere).
+
+        Raises:
+            ConfigError: too late, a name that is taken, or nothing that can be saved so.
+        """
+        self._check_open()
+        if self._started or self._read_only:
+            raise ConfigError(f"register({name!r}) comes before restore() and the first save")
+        self._session.live.register(
+            name, tensor, stable=stable, scope=scope, rank=self._session.rank
+        )
+
     def step(self, step: int) -> None:
         """Call last in every iteration, with the number of the optimizer step just made.
 

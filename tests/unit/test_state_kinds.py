@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.job import assert_equal, same_bytes
@@ -28,10 +29,11 @@ from torch import Tensor, nn
 import moc
 from moc.core.box import Box
 from moc.core.piece import Piece
-from moc.errors import ConfigError, MismatchError, RestoreError, StateError
+from moc.errors import ConfigError, LayoutError, MismatchError, RestoreError, StateError
 from moc.persist.commit import load_manifest
 from moc.state.tensors import as_bytes, as_values, dtype_names, over, tensor_bytes
 from moc.store.local import LocalStore
+from moc.testing.ranks import run_ranks
 
 LACKING = [
     getattr(torch, name)
@@ -513,3 +515,126 @@ def test_a_parameter_that_is_unfrozen_later_is_not_lost_in_silence(managers: Man
     model[0].base.weight.requires_grad_(True)
     with pytest.raises(StateError, match=r"0\.base\.weight.*trained now"):
         run_steps(manager, model, optimizer, [2])
+
+
+# ------------------------------------------------------------------------------------- registered
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_tensors_outside_the_model(managers: Managers, stable: bool) -> None:
+    def beside(manager: moc.CheckpointManager, model: nn.Module, factor: int) -> dict[str, Tensor]:
+        own = {f"ema.{n}": p.detach().clone() * factor for n, p in model.named_parameters()}
+        own |= {
+            "seen": torch.tensor(7 * factor),
+            "wave": torch.full((3, 2), complex(factor, -0.0), dtype=torch.complex128).t(),
+            "empty": torch.zeros(0, 2),
+        }
+        for name, tensor in own.items():
+            manager.register(name, tensor, stable=stable)
+        return own
+
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        own = beside(manager, model, 3)
+        for step in (1, 2, 3):
+            train(model, optimizer, step)
+            for name, param in model.named_parameters():
+                own[f"ema.{name}"].lerp_(param.detach(), 0.1)
+            own["seen"] += 1
+            manager.step(step)
+            if not stable:
+                own["seen"] += 100  # it was copied at once
+                own["seen"] -= 100
+        manager.wait()
+        assert manager.stats()["torn"] == 0
+    again = dense(1)
+    fresh = adamw(again)
+    reader = managers(again, fresh)
+    target = beside(reader, again, 0)
+    assert reader.restore() is not None
+    assert {n: memory_of(t) for n, t in target.items()} == {n: memory_of(t) for n, t in own.items()}
+    assert target["seen"].item() == 24
+    with pytest.raises(ConfigError, match="before"):
+        reader.register("late", torch.zeros(1))
+    with pytest.raises(MismatchError, match=r"unexpected.*ema\.0\.bias"):
+        managers(dense(2)).restore()
+
+
+def test_what_cannot_be_registered(managers: Managers) -> None:
+    manager = managers(moe())
+    manager.register("mine", torch.zeros(2))
+    for name in ("mine", "0.weight", "1.seen", "", "moc.extras", 3):
+        with pytest.raises(ConfigError, match="name"):
+            manager.register(name, torch.zeros(2))
+    with pytest.raises(ConfigError, match="scope 'mean'"):
+        manager.register("other", torch.zeros(2), scope="mean")
+    with pytest.raises(ConfigError, match="no plain tensor"):
+        manager.register("other", [1, 2])
+    with pytest.raises(ConfigError, match="no plain tensor"):
+        manager.register("other", torch.zeros(2, device="meta"))
+    for dtype in (torch.bool, torch.float8_e4m3fnuz):
+        with pytest.raises(ConfigError, match="summed"):
+            manager.register("other", torch.zeros(2, dtype=dtype), scope="sum")
+
+
+@pytest.mark.parametrize("world", [4, 3, 1, 6])
+def test_scopes_of_registered_tensors(managers: Managers, world: int) -> None:
+    def tensors(rank: int) -> dict[str, tuple[Tensor, str]]:
+        return {
+            "same": (torch.arange(3.0), "replicated"),
+            "own": (torch.full((2,), rank + 1), "per_rank"),
+            "tokens": (torch.full((2, 2), 10**rank), "sum"),
+            "wave": (torch.full((2,), 1j * rank, dtype=torch.complex128), "sum"),
+        }
+
+    def run(factor: int) -> dict[str, list[complex]]:
+        rank = dist.get_rank()
+        manager = managers(dense())
+        held = {}
+        for name, (tensor, scope) in tensors(rank).items():
+            held[name] = tensor * factor
+            manager.register(name, held[name], scope=scope)
+        report = manager.restore()
+        if factor:
+            manager.step(1)
+            manager.wait()
+        assert (report is None) == bool(factor)
+        managers.vanish(manager)
+        return {name: tensor.flatten().tolist() for name, tensor in held.items()}
+
+    run_ranks(run, 4, 1)
+    found = run_ranks(run, world, 0)
+    for rank, held in enumerate(found):
+        assert held["same"] == [0, 1, 2]
+        assert held["own"] == [rank % 4 + 1] * 2
+        assert held["tokens"] == [0 if rank else 1111] * 4
+        assert held["wave"] == [0 if rank else 6j] * 2
+
+
+def test_a_registered_tensor_that_differs_is_no_replica(managers: Managers) -> None:
+    def run() -> str:
+        manager = managers(dense())
+        manager.register("drift", torch.tensor(dist.get_rank()))
+        with pytest.raises(LayoutError) as caught:
+            manager.step(1)
+        managers.vanish(manager)
+        return str(caught.value)
+
+    for told in run_ranks(run, 2):
+        assert "drift differs between ranks 0 and 1" in told
+        assert "per_rank" in told
+
+
+def test_optimizer_state_called_sum_is_no_registered_sum(managers: Managers) -> None:
+    model = dense()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with managers(model, optimizer) as manager:
+        manager.register("0.weight.sum", torch.ones(1), scope="sum")
+        run_steps(manager, model, optimizer, [1, 2])
+    again = dense(1)
+    fresh = torch.optim.Adagrad(again.parameters(), lr=0.1)
+    reader = managers(again, fresh)
+    reader.register("0.weight.sum", torch.zeros(1), scope="sum")
+    assert reader.restore() is not None
+    assert_equal(state_of(again, fresh), state_of(model, optimizer))

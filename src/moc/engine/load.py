@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import msgspec
 import torch
+from torch import Tensor
 
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box, bounding_shape, uncovered
@@ -22,13 +23,14 @@ from moc.recover.ladder import STORAGE, Fetch, RecoveryPlan, Source
 from moc.snapshot.buffers import run_memory
 from moc.state.extras import decode
 from moc.state.groups import match_groups, restore_groups
-from moc.state.live import BUFFER, Always, OwnedParam, Region
+from moc.state.live import BUFFER, REGISTERED, SUMMED, Always, OwnedParam, Region
 from moc.state.tensors import as_values, can_cast, over
 
 __all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 
 _SHOWN = 8
 _MODEL_PARTS = (WEIGHT, BUFFER)
+_NAMED_PARTS = (*_MODEL_PARTS, REGISTERED, SUMMED)
 
 Bad = list[tuple[tuple[int, str, int], str]]
 """Places whose bytes were bad or gone, with a line about each."""
@@ -70,7 +72,7 @@ class Loader:
         self._fetches = [
             f
             for f in plan.fetches
-            if f.piece.rank in (-1, self._as_rank)
+            if (f.piece.rank in (-1, self._as_rank) or f.piece.part == SUMMED)
             and (f.piece.part in _MODEL_PARTS or not wanted.weights_only)
         ]
         self._table = _by_tensor(self._fetches)
@@ -85,6 +87,8 @@ class Loader:
             MismatchError: shapes or (without a cast) dtypes differ, or (strict) names do.
         """
         regions = list(self._session.live.model_regions())
+        if not self._wanted.weights_only:
+            regions += self._session.live.registered()
         missing: list[str] = []
         casts: list[tuple[str, str, str]] = []
         differing = self._other_layers()
@@ -119,7 +123,7 @@ class Loader:
         )
         known = {key for _, _, keys, _ in told for key in keys}
         self.casts = sorted({cast for *_, casts in told for cast in casts})
-        names = {fqn for fqn, part in self._table if part in _MODEL_PARTS}
+        names = {fqn for fqn, part in self._table if part in _NAMED_PARTS}
         unexpected = sorted(names - {fqn for fqn, _ in known})
         all_missing = sorted({text for texts, *_ in told for text in texts})
         all_differing = sorted({text for _, texts, *_ in told for text in texts})
@@ -159,6 +163,9 @@ class Loader:
         agree(self._session.group, self._check_small)
         if not self._wanted.weights_only:
             self._adopt_optimizer_state()
+        for (_, part), targets in self._targets.items():
+            if part == SUMMED:
+                targets[0].region.live().detach().zero_()
         return self._fetch(
             [f for f in self._fetches if f.piece.part != EXTRA and self._is_wanted(f)]
         )
@@ -224,7 +231,7 @@ class Loader:
     def _adopt_optimizer_state(self) -> None:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for (fqn, part), entry in self._table.items():
-            if part not in (*_MODEL_PARTS, EXTRA, STEP_OF_EXPERT):
+            if part not in (*_NAMED_PARTS, EXTRA, STEP_OF_EXPERT):
                 parts.setdefault(fqn, {})[part] = (min(entry.dtypes), entry.shape)
         for fqn, changed in self._changed_dtypes().items():
             for part, (dtype, shape) in parts.get(fqn, {}).items():
@@ -267,6 +274,8 @@ class Loader:
 
     def _is_wanted(self, fetch: Fetch) -> bool:
         piece, box = fetch.piece, fetch.piece.value_box
+        if piece.part == SUMMED and self._session.rank != 0:
+            return False  # one rank carries the total
         return any(
             box.numel == 0 or target.region.value_box.intersect(box) is not None
             for target in self._targets.get((piece.fqn, piece.part), ())
@@ -333,11 +342,14 @@ class Loader:
         source = over(data, 0, piece.dtype, piece.box.sizes)
         with torch.no_grad():
             for target in self._targets[piece.fqn, piece.part]:
-                if target.region.logical == piece.logical:  # bytes, where values are not plain
-                    _copy(source, piece.box, target.region.view, target.region.box)
-                else:
-                    values = as_values(source, piece.logical) if piece.logical else source
-                    _copy(values, piece.value_box, target.region.values, target.region.value_box)
+                region = target.region
+                if region.logical == piece.logical and piece.part != SUMMED:
+                    # Bytes, where values are not plain.
+                    _merge(source, piece.box, region.view, region.box, Tensor.copy_)
+                    continue
+                values = as_values(source, piece.logical) if piece.logical else source
+                how = Tensor.add_ if piece.part == SUMMED else Tensor.copy_
+                _merge(values, piece.value_box, region.values, region.value_box, how)
 
     def _count(self, fetch: Fetch, source: Source) -> None:
         kind = "experts" if fetch.piece.is_expert else "dense"
@@ -366,11 +378,17 @@ def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
     return table
 
 
-def _copy(source: torch.Tensor, box: Box, view: Callable[[Box], torch.Tensor], region: Box) -> None:
-    """Copy what a box has in common with a region."""
+def _merge(
+    source: Tensor,
+    box: Box,
+    view: Callable[[Box], Tensor],
+    region: Box,
+    how: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Copy or add what a box has in common with a region."""
     common = region.intersect(box) if box.sizes else box
     if common is not None:
-        view(common).copy_(source[common.within(box)] if box.sizes else source)
+        how(view(common), source[common.within(box)] if box.sizes else source)
 
 
 def _nothing() -> None:

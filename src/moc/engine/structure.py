@@ -22,7 +22,7 @@ from moc.plan.save import RankPlan, plan_save
 from moc.snapshot.buffers import usable_bytes
 from moc.state.extras import encode
 from moc.state.groups import capture_groups
-from moc.state.live import BUFFER, Region
+from moc.state.live import BUFFER, REGISTERED, Region
 from moc.state.tensors import tensor_bytes
 
 __all__ = [
@@ -232,6 +232,11 @@ def _compare_replicas(told: Sequence[Sequence[tuple[Piece, str]]]) -> Iterator[t
             if piece.part == BUFFER and piece.layer == DENSE:
                 yield piece.fqn, piece.part
                 continue
+            if piece.part == REGISTERED:
+                raise LayoutError(
+                    f"registered tensor {piece.fqn} differs between ranks {other} and {rank}; give "
+                    "register(scope='per_rank') or 'sum' if it should"
+                )
             group = "edp (or ep)" if piece.is_expert else "dp"
             what = "parameter" if piece.part == WEIGHT else f"optimizer state {piece.part} of"
             raise LayoutError(

@@ -8,7 +8,7 @@ name and rows carry its *global* id, so that the same description serves any lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from moc.state.tensors import as_bytes, dtype_names, torch_dtype
 
 __all__ = [
     "BUFFER",
+    "REGISTERED",
+    "SUMMED",
     "Always",
     "LiveState",
     "OwnedParam",
@@ -35,6 +37,14 @@ __all__ = [
 
 BUFFER = "buffer"
 """Part name of module buffers."""
+
+REGISTERED = "registered"
+"""Part name of tensors that the user registered beside the model."""
+
+SUMMED = "registered_sum"
+"""The same, where every rank holds a part of a sum."""
+
+_SCOPES = {"replicated": REGISTERED, "per_rank": REGISTERED, "sum": SUMMED}
 
 EAGER_BELOW_BYTES = 64 << 10
 """Smaller optimizer state is copied at once: overlapping it gains nothing."""
@@ -59,6 +69,7 @@ class Region:
         layer: MoE layer, -1 for dense.
         expert: the one expert it belongs to; None with ``layer`` >= 0: rows are experts.
         logical: see `Piece`; the box then has a dimension more than the live tensor.
+        rank: the rank whose own value this is, -1 where replicas hold the same.
     """
 
     fqn: str
@@ -70,6 +81,7 @@ class Region:
     layer: int = DENSE
     expert: int | None = None
     logical: str = ""
+    rank: int = -1
 
     @property
     def value_box(self) -> Box:
@@ -92,6 +104,7 @@ class Region:
                     dtype=self.dtype,
                     layer=self.layer,
                     expert=expert,
+                    rank=self.rank,
                     logical=self.logical,
                 )
 
@@ -198,6 +211,7 @@ class LiveState:
                         "after the optimizer was built?"
                     )
                 self._optimized.add(id(param))
+        self._registered: dict[str, Region] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self.frozen: list[str] = []
         """Global names of the parameters that are left out."""
@@ -261,6 +275,32 @@ class LiveState:
                 return True
         return False
 
+    def register(self, name: str, tensor: Tensor, *, stable: bool, scope: str, rank: int) -> None:
+        """Add a tensor that lives outside the model; see `CheckpointManager.register`.
+
+        Raises:
+            ConfigError: the name is taken, or the tensor or scope is of no use.
+            StateError: its dtype cannot be saved.
+        """
+        taken = {*self.params, *map(self.global_name, self.params), *self._registered}
+        taken |= {buffer for buffer, _, _ in self._buffers()}
+        if type(name) is not str or not name or name.startswith("moc."):
+            raise ConfigError(f"register: {name!r} cannot be a name")
+        if name in taken:
+            raise ConfigError(f"register: the name {name!r} is taken; give the tensor another")
+        if scope not in _SCOPES:
+            raise ConfigError(f"register({name!r}): scope {scope!r} is none of {list(_SCOPES)}")
+        if getattr(tensor, "layout", None) != torch.strided or tensor.is_meta:
+            raise ConfigError(f"register({name!r}): {type(tensor).__name__} is no plain tensor")
+        if scope == "sum" and not _can_add(tensor.dtype):
+            raise ConfigError(f"register({name!r}): values of {tensor.dtype} cannot be summed")
+        region = self._region(name, _SCOPES[scope], None, Always(tensor), stable)
+        self._registered[name] = replace(region, rank=-1 if scope == "replicated" else rank)
+
+    def registered(self) -> list[Region]:
+        """Tensors outside the model."""
+        return list(self._registered.values())
+
     def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
         """Canonical local names of parameters."""
         return [self._names[id(p)] for p in params]
@@ -290,6 +330,7 @@ class LiveState:
                 "is made after they are unfrozen"
             )
         yield from self.model_regions()
+        yield from self.registered()
         for owned in self.owned():
             yield from self._state_regions(owned)
 
@@ -520,6 +561,16 @@ class _Put:
 
     def __call__(self) -> None:
         self.entry[self.key] = {"int": int, "float": float}[self.kind](self.tensor.item())
+
+
+def _can_add(dtype: torch.dtype) -> bool:
+    if dtype == torch.bool:
+        return False
+    try:
+        torch.zeros(1, dtype=dtype).add_(torch.zeros(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _nothing() -> None:
