@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -638,3 +639,67 @@ def test_optimizer_state_called_sum_is_no_registered_sum(managers: Managers) -> 
     reader.register("0.weight.sum", torch.zeros(1), scope="sum")
     assert reader.restore() is not None
     assert_equal(state_of(again, fresh), state_of(model, optimizer))
+
+
+# ------------------------------------------------------------------------------------ large extras
+
+
+class Replay:
+    """Keeps large values, nested, of types that must come back."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        rows = 20_000 if seed else 1
+        self.state: dict[str, object] = {
+            "buffer": torch.randn(rows, 3, generator=generator).t(),
+            "pair": (torch.full((rows,), 1j * seed, dtype=torch.complex128).conj(), seed),
+            "array": np.arange(rows, dtype=">i4").reshape(-1, 1),
+            "small": [torch.tensor([float("nan"), -0.0]), b"x"],
+        }
+
+    def state_dict(self) -> dict[str, object]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("limit", [64 << 20, 100_000], ids=["whole", "cut"])
+def test_large_tensors_in_extras_are_pieces(
+    managers: Managers, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr("moc.engine.structure.MAX_PIECE_BYTES", limit)
+    monkeypatch.setattr("moc.state.extras.MAX_PIECE_BYTES", limit)
+    replay = Replay(1)
+    with managers(dense(), extras={"replay": replay}) as manager:
+        manager.step(1)
+        replay.state["buffer"].add_(1)  # what was saved is what was there
+        manager.wait()
+        replay.state["buffer"].sub_(1)
+        # More of them than the header was made for: the rest stays in the small piece.
+        many = {f"n{i}": torch.full((20_000,), i) for i in range(60)}
+        replay.state |= many
+        manager.step(2)
+        manager.wait()
+    first = {n.split("|")[0]: v for n, v in stored(managers.run, 1).items() if "moc.extras" in n}
+    assert sorted(first) == ["moc.extras", "moc.extras.0", "moc.extras.1", "moc.extras.2"]
+    assert first["moc.extras"].numel() < 64 << 10
+    if limit > 1 << 20:
+        assert first["moc.extras.0"].numpy().tobytes() == bytes(
+            tensor_bytes(Replay(1).state["buffer"])
+        )
+    for step, then in ((2, replay.state), (1, Replay(1).state)):
+        again = Replay(0)
+        reader = managers(dense(1), extras={"replay": again})
+        assert reader.restore(step) is not None
+        managers.vanish(reader)
+        assert again.state.keys() == then.keys()
+        for name in ("buffer", *(many if step == 2 else ())):
+            assert same_bytes(again.state[name], then[name])
+        pair, array = again.state["pair"], again.state["array"]
+        assert type(pair) is tuple
+        assert pair[1] == 1
+        assert same_bytes(pair[0], then["pair"][0].resolve_conj())
+        assert array.dtype == np.dtype(">i4")
+        assert (array == then["array"]).all()
+        assert same_bytes(again.state["small"][0], then["small"][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import count, takewhile
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from moc.core.digest import digest_bytes
 from moc.core.piece import EXTRA, STEP_OF_EXPERT, WEIGHT
 from moc.engine.report import SOURCES
 from moc.engine.session import Session
-from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS
+from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS, large_extra
 from moc.errors import DamagedError, MismatchError, StoreError
 from moc.persist.writer import shared_buffer
 from moc.recover.ladder import STORAGE, Fetch, RecoveryPlan, Source
@@ -174,7 +175,12 @@ class Loader:
         if OPTIMIZER_GROUPS in self._extras:
             match_groups(self._session.live, decode(self._extras[OPTIMIZER_GROUPS]))
         if EXTRAS in self._extras and self._wanted.strict:
-            self._session.extras.check(self._extras[EXTRAS])
+            self._session.extras.check(self._extras[EXTRAS], self._large())
+
+    def _large(self) -> list[bytearray]:
+        """Bytes of large tensors among the extras, in order."""
+        names = takewhile(self._extras.__contains__, map(large_extra, count()))
+        return [self._extras[name] for name in names]
 
     def _fetch(self, wanted: Sequence[Fetch]) -> Bad:
         chosen = [(f, self._source(f)) for f in wanted]
@@ -226,7 +232,7 @@ class Loader:
                 total[layer, : len(row)] = torch.tensor(row, dtype=torch.int64)
         session.tokens.load(total)
         if EXTRAS in self._extras:
-            session.extras.restore(self._extras[EXTRAS], strict=self._wanted.strict)
+            session.extras.restore(self._extras[EXTRAS], self._large(), strict=self._wanted.strict)
 
     def _adopt_optimizer_state(self) -> None:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -337,7 +343,9 @@ class Loader:
     def _fill(self, fetch: Fetch, data: memoryview | bytearray) -> None:
         piece = fetch.piece
         if piece.part == EXTRA:
-            self._extras[piece.fqn] = bytearray(data)
+            nbytes = self._table[piece.fqn, EXTRA].shape[0]
+            whole = self._extras.setdefault(piece.fqn, bytearray(nbytes))
+            whole[piece.box.offsets[0] : piece.box.ends[0]] = data
             return
         source = over(data, 0, piece.dtype, piece.box.sizes)
         with torch.no_grad():

@@ -21,7 +21,7 @@ from moc.core.safetensors import lay_out, make_header
 from moc.core.versions import Version
 from moc.engine.handover import Handover
 from moc.engine.session import Session, Totals
-from moc.engine.structure import Slot, Structure, capture_extras, extras_piece
+from moc.engine.structure import Slot, Structure, capture_extras
 from moc.errors import DeadlineError, MocError, RanksDisagree, SaveError
 from moc.persist import messages as say
 from moc.snapshot.buffers import Buffer, BufferPool, run_memory
@@ -105,9 +105,9 @@ class Snapshots:
         if decision.full and self._exceeds_buffer(choice):
             choice = self._persist_in_rounds(version, structure, decision, state)
 
-        extras = capture_extras(session)
+        extras = capture_extras(session, structure.extras_room)
         slots = self._slots(structure, choice.snapshot, dense=True)
-        tail = [extras_piece(name, len(data), session.rank) for name, data in extras]
+        tail = [piece for piece, _ in extras]
         records = lay_out([*(s.piece for s in slots), *tail], structure.header_area)
         nbytes = sum(s.nbytes for s in slots) + sum(p.nbytes for p in tail)
         buffer, view = self._take_buffer(

@@ -14,13 +14,13 @@ import msgspec
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box
 from moc.core.digest import digest_bytes
-from moc.core.piece import DENSE, EXTRA, WEIGHT, Piece
+from moc.core.piece import DENSE, EXTRA, MAX_PIECE_BYTES, WEIGHT, Piece
 from moc.core.safetensors import in_file_order, make_header
 from moc.engine.session import Session
 from moc.errors import LayoutError, SaveError
 from moc.plan.save import RankPlan, plan_save
 from moc.snapshot.buffers import usable_bytes
-from moc.state.extras import encode
+from moc.state.extras import Large, encode
 from moc.state.groups import capture_groups
 from moc.state.live import BUFFER, REGISTERED, Region
 from moc.state.tensors import tensor_bytes
@@ -32,7 +32,7 @@ __all__ = [
     "Structure",
     "agree_on_structure",
     "capture_extras",
-    "extras_piece",
+    "large_extra",
 ]
 
 EXTRAS = "moc.extras"
@@ -42,6 +42,8 @@ OPTIMIZER_GROUPS = "moc.optimizer_groups"
 """Name of the per-rank piece that holds the optimizers' groups."""
 
 _EXTRAS_SLACK_BYTES = 64 << 10
+_MOST_LARGE_EXTRAS = 4096
+_SPARE_LARGE_EXTRAS = 8  # beyond twice as many as there are: their names stand in the header
 _MIN_BUFFERS = 3
 _SPARE_BUFFERS = 3  # beyond the windows: one written, one persisted, one kept for recovery
 _MEMORY_SHARE = 0.5  # of what is free on tmpfs, unless the user says how much
@@ -78,6 +80,7 @@ class Structure:
         buffers: how many.
         buffers_wanted: how many would keep every expert's newest version in memory.
         left_out: names of buffers that are not saved by rule.
+        extras_room: pieces that large tensors among the extras may make.
         frozen: names of parameters that no rank saves because they are not trained.
     """
 
@@ -91,6 +94,7 @@ class Structure:
     buffers_wanted: int
     left_out: tuple[str, ...]
     frozen: tuple[str, ...]
+    extras_room: int
 
 
 def agree_on_structure(
@@ -126,15 +130,39 @@ def agree_on_structure(
     return replace(structure, frozen=tuple(sorted(frozen)))
 
 
-def capture_extras(session: Session) -> list[tuple[str, bytes]]:
-    """The small state of this rank, now; everything but tensors of model and optimizer."""
-    groups = encode(capture_groups(session.live), "optimizer.param_groups")
-    return [(EXTRAS, session.extras.capture()), (OPTIMIZER_GROUPS, groups)]
+def capture_extras(session: Session, room: int) -> list[tuple[Piece, memoryview]]:
+    """This rank's state beside tensors of model and optimizer, now, as pieces.
+
+    Args:
+        session: of this rank.
+        room: how many pieces large tensors in it may make, at most.
+
+    Returns:
+        Pieces with their bytes, which may be views of live tensors: copy them at once.
+    """
+    large = Large(room)
+    found: list[tuple[str, bytes | memoryview]] = [
+        (EXTRAS, session.extras.capture(large)),
+        (OPTIMIZER_GROUPS, encode(capture_groups(session.live), "optimizer.param_groups")),
+    ]
+    pieces = [
+        (_extras_piece(name, Box.whole((len(data),)), session.rank), memoryview(data))
+        for name, data in found
+    ]
+    for number, data in enumerate(large.taken):
+        for tile in Box.whole((len(data),)).tiles(MAX_PIECE_BYTES):
+            piece = _extras_piece(large_extra(number), tile, session.rank)
+            pieces.append((piece, memoryview(data)[tile.offsets[0] : tile.ends[0]]))
+    return pieces
 
 
-def extras_piece(name: str, nbytes: int, rank: int) -> Piece:
-    """The piece that holds one of `capture_extras`."""
-    return Piece(name, EXTRA, Box.whole((nbytes,)), "U8", rank=rank)
+def large_extra(number: int) -> str:
+    """Name of a large tensor among the extras."""
+    return f"{EXTRAS}.{number}"
+
+
+def _extras_piece(name: str, box: Box, rank: int) -> Piece:
+    return Piece(name, EXTRA, box, "U8", rank=rank)
 
 
 def _describe(session: Session, *, compare: bool) -> tuple[list[Region], list[tuple[Piece, str]]]:
@@ -160,10 +188,13 @@ def _size(
         for layer, count in enumerate(session.experts_per_layer)
     }
     mine = [*plan.dense, *(p for pieces in plan.experts.values() for p in pieces)]
-    extras = capture_extras(session)
+    extras = capture_extras(session, _MOST_LARGE_EXTRAS)
+    room = 2 * len(extras) + _SPARE_LARGE_EXTRAS
     pieces = in_file_order(mine)
     # Room for the longest header there can be: every piece of this rank, and extras of any size.
-    tail = [extras_piece(name, 1 << 40, session.rank) for name, _ in extras]
+    longest = Box((1 << 40,), (1 << 40,))
+    names = [EXTRAS, OPTIMIZER_GROUPS, *map(large_extra, range(room))]
+    tail = [_extras_piece(name, longest, session.rank) for name in names]
     header_area = len(make_header([*pieces, *tail]))
     slack = 2 * sum(len(data) for _, data in extras) + _EXTRAS_SLACK_BYTES
     size = header_area + plan.capacity(per_layer) + slack
@@ -186,6 +217,7 @@ def _size(
         buffers_wanted=wanted,
         left_out=tuple(session.live.left_out),
         frozen=(),
+        extras_room=room,
     )
 
 

@@ -18,14 +18,26 @@ import random
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from moc.core.piece import MAX_PIECE_BYTES
 from moc.errors import ConfigError, DamagedError, MismatchError, StateError, UnsupportedValue
+from moc.state.tensors import tensor_bytes
 
-__all__ = ["ALLOWED", "RNG", "Extras", "decode", "encode", "rng_state", "set_rng_state"]
+__all__ = [
+    "ALLOWED",
+    "LARGE_BYTES",
+    "RNG",
+    "Extras",
+    "Large",
+    "decode",
+    "encode",
+    "rng_state",
+    "set_rng_state",
+]
 
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict and Counter with"
@@ -35,6 +47,9 @@ ALLOWED = (
 
 RNG = "__rng__"
 """Name under which `Extras` keeps the random number generators."""
+
+LARGE_BYTES = 64 << 10
+"""Tensors and arrays above this are pieces of their own, where there is room for them."""
 
 _MAX_DEPTH = 100
 """Containers within one another; JSON nests twice as deep, far below the interpreter's limit."""
@@ -49,6 +64,30 @@ class _Refused(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.keys: list[str] = []
+
+
+class Large:
+    """Collects the bytes of tensors that are too large for JSON.
+
+    Args:
+        room: how many pieces they may make; what comes after that is written as JSON.
+
+    Attributes:
+        taken: bytes of each, in order; views of the live values where they are contiguous.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.taken: list[bytes | memoryview] = []
+        self._room = room
+
+    def take(self, nbytes: int, read: Callable[[], bytes | memoryview]) -> int | None:
+        """Number under which it is kept; None where it is small, or there is no room."""
+        pieces = -(-nbytes // MAX_PIECE_BYTES)
+        if nbytes <= LARGE_BYTES or pieces > self._room:
+            return None
+        self._room -= pieces
+        self.taken.append(read())
+        return len(self.taken) - 1
 
 
 # ---------------------------------------------------------------------------------------- encode
@@ -76,9 +115,9 @@ def _dump(tagged: object) -> bytes:
     ).encode()
 
 
-def _tag(value: object, path: str) -> object:
+def _tag(value: object, path: str, large: Large | None = None) -> object:
     try:
-        return _Encoder().any(value)
+        return _Encoder(large or Large(0)).any(value)
     except _Refused as refused:
         where = path + "".join(reversed(refused.keys))
         raise UnsupportedValue(f"{where} {refused}; allowed are {ALLOWED}") from None
@@ -87,7 +126,8 @@ def _tag(value: object, path: str) -> object:
 class _Encoder:
     """One encoding. Every JSON object it makes is a tag: ``{type: content}``."""
 
-    def __init__(self) -> None:
+    def __init__(self, large: Large) -> None:
+        self._large = large
         self._open: set[int] = set()
         self._by_type: dict[type, Callable[[Any], object]] = {
             type(None): _same,
@@ -101,12 +141,12 @@ class _Encoder:
             set: lambda v: {"set": self._scalars(v)},
             frozenset: lambda v: {"frozenset": self._scalars(v)},
             torch.Size: lambda v: {"size": list(v)},
-            torch.Tensor: _tag_tensor,
+            torch.Tensor: lambda v: _tag_tensor(v, large),
         }
 
     def any(self, value: object) -> object:
         make = self._by_type.get(type(value))
-        return make(value) if make else _tag_numpy(value)
+        return make(value) if make else _tag_numpy(value, self._large)
 
     def _enter(self, value: object) -> int:
         mark = id(value)
@@ -195,18 +235,21 @@ _SCALARS: dict[type, Callable[[Any], object]] = {
 }
 
 
-def _tag_tensor(value: torch.Tensor) -> object:
+def _tag_tensor(value: torch.Tensor, large: Large) -> object:
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
         raise _Refused(f"is a tensor that is not plain ({value.layout}, {value.dtype})")
     if value.is_meta:
         raise _Refused("is a tensor on the meta device, without values")
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
     dtype = str(plain.dtype).removeprefix("torch.")
+    number = large.take(plain.nbytes, lambda: tensor_bytes(plain))
+    if number is not None:
+        return {"large_tensor": [dtype, list(plain.shape), number]}
+    data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
     return {"tensor": [dtype, list(plain.shape), _base64(data)]}
 
 
-def _tag_numpy(value: object) -> object:
+def _tag_numpy(value: object, large: Large) -> object:
     """The last resort: a NumPy value, if NumPy is loaded at all."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -218,6 +261,9 @@ def _tag_numpy(value: object) -> object:
     if dtype.kind not in _NUMPY_KINDS:
         raise _Refused(f"is a NumPy value of dtype {dtype}, which is more than its bytes")
     if array:
+        number = large.take(value.nbytes, value.tobytes)  # type: ignore[attr-defined]
+        if number is not None:
+            return {"large_array": [dtype.str, list(value.shape), number]}  # type: ignore[attr-defined]
         return {"array": [dtype.str, list(value.shape), _base64(value.tobytes())]}  # type: ignore[attr-defined]
     zero_d = numpy.asarray(value)
     # two C types may have one size, and so one `str`: then the letter tells them apart
@@ -242,15 +288,25 @@ def _name(value: object) -> str:
 # ---------------------------------------------------------------------------------------- decode
 
 
-def decode(data: bytes | bytearray | memoryview) -> object:
+def decode(
+    data: bytes | bytearray | memoryview, large: Sequence[bytes | bytearray | memoryview] = ()
+) -> object:
     """Read what `encode` wrote.
+
+    Args:
+        data: the bytes.
+        large: bytes of the values that `Large` took.
 
     Raises:
         DamagedError: the bytes are not such a value.
         StateError: it holds NumPy values and NumPy is not installed.
     """
     try:
-        return json.loads(bytes(data).decode(), object_hook=_untag, parse_constant=_no_constant)
+        return json.loads(
+            bytes(data).decode(),
+            object_hook=lambda tagged: _untag(tagged, large),
+            parse_constant=_no_constant,
+        )
     except (
         ValueError,
         TypeError,
@@ -266,11 +322,14 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no tagged value")
 
 
-def _untag(tagged: dict[str, Any]) -> object:
+def _untag(tagged: dict[str, Any], large: Sequence[bytes | bytearray | memoryview]) -> object:
     """Turn ``{type: content}`` back; called from the inside out, so content is done already."""
     if len(tagged) != 1:
         raise ValueError(f"{len(tagged)} tags in one value")
     ((tag, content),) = tagged.items()
+    if tag in _LARGE_READERS:
+        name, shape, number = content
+        return _LARGE_READERS[tag](name, shape, bytearray(large[number]))
     if tag not in _READERS:
         raise ValueError(f"unknown tag {tag!r}")
     return _READERS[tag](content)
@@ -303,10 +362,13 @@ def _float(text: str) -> float:
 
 def _tensor(content: list[Any]) -> torch.Tensor:
     name, shape, text = content
+    return _tensor_of(name, shape, bytearray(_bytes(text)))
+
+
+def _tensor_of(name: str, shape: list[int], data: bytearray) -> torch.Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
-    data = bytearray(_bytes(text))
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a {name} tensor of shape {shape}")
     if not data:
@@ -316,6 +378,10 @@ def _tensor(content: list[Any]) -> torch.Tensor:
 
 def _array(content: list[Any]) -> Any:
     name, shape, text = content
+    return _array_of(name, shape, _bytes(text))
+
+
+def _array_of(name: str, shape: Sequence[int], data: bytes | bytearray) -> Any:
     try:
         import numpy as np
     except ImportError as error:
@@ -323,7 +389,6 @@ def _array(content: list[Any]) -> Any:
     dtype = np.dtype(str(name))
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"dtype {name!r} is not a plain one")
-    data = _bytes(text)
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a {name} array of shape {shape}")
     made = np.empty(shape, dtype=dtype)
@@ -353,6 +418,11 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "tensor": _tensor,
     "array": _array,
     "scalar": _scalar,
+}
+
+_LARGE_READERS: dict[str, Callable[[str, list[int], bytearray], object]] = {
+    "large_tensor": _tensor_of,
+    "large_array": _array_of,
 }
 
 
@@ -429,8 +499,11 @@ class Extras:
             for part, where in zip(parts, self._paths[name], strict=True):
                 _check(part, where)
 
-    def capture(self) -> bytes:
+    def capture(self, large: Large | None = None) -> bytes:
         """The state of everything, now. What it returns shares no memory with the objects.
+
+        Args:
+            large: takes the bytes of large tensors, which may be views of the live ones.
 
         Raises:
             UnsupportedValue: a state holds a value that has no exact form; see `encode`.
@@ -438,7 +511,7 @@ class Extras:
         flat: list[object] = []
         for name, parts in self._parts.items():
             states = [
-                _tag(part.state_dict(), where)
+                _tag(part.state_dict(), where, large)
                 for part, where in zip(parts, self._paths[name], strict=True)
             ]
             flat += [_tag_str(name), states]
@@ -446,18 +519,28 @@ class Extras:
             flat += [RNG, [_tag(rng_state(), f"extras[{RNG!r}]")]]
         return _dump({"dict": flat})
 
-    def check(self, data: bytes | bytearray | memoryview) -> None:
+    def check(
+        self,
+        data: bytes | bytearray | memoryview,
+        large: Sequence[bytes | bytearray | memoryview] = (),
+    ) -> None:
         """Compare names and lengths with what `capture` returned; load nothing.
 
         Raises:
             MismatchError: they differ.
             DamagedError: the bytes are not from `capture`.
         """
-        saved = _table(data)
+        saved = _table(data, large)
         saved.pop(RNG, None)
         self._compare(saved)
 
-    def restore(self, data: bytes | bytearray | memoryview, *, strict: bool = True) -> None:
+    def restore(
+        self,
+        data: bytes | bytearray | memoryview,
+        large: Sequence[bytes | bytearray | memoryview] = (),
+        *,
+        strict: bool = True,
+    ) -> None:
         """Load what `capture` returned: schedulers first, the rest in the order given, RNG last.
 
         Loading may itself draw random numbers, hence the RNG last. Names are compared before
@@ -465,6 +548,7 @@ class Extras:
 
         Args:
             data: the bytes.
+            large: what was taken from it at the capture.
             strict: whether the names must be the same on both sides; otherwise what is on one
                 side only is left alone.
 
@@ -473,7 +557,7 @@ class Extras:
             StateError: an object refused its state; those before it are loaded already.
             DamagedError: the bytes are not from `capture`.
         """
-        saved = _table(data)
+        saved = _table(data, large)
         rng = saved.pop(RNG, None)
         common = [name for name in self._parts if name in saved]
         if strict:
@@ -509,8 +593,10 @@ class Extras:
             )
 
 
-def _table(data: bytes | bytearray | memoryview) -> dict[str, list[Any]]:
-    saved = decode(data)
+def _table(
+    data: bytes | bytearray | memoryview, large: Sequence[bytes | bytearray | memoryview]
+) -> dict[str, list[Any]]:
+    saved = decode(data, large)
     if not isinstance(saved, dict) or not all(isinstance(v, list) for v in saved.values()):
         raise DamagedError("extras are damaged: not a table of states")
     return saved
