@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -324,7 +325,7 @@ def test_a_cast_is_asked_for_and_told(managers: Managers, stacked: bool) -> None
     assert_equal(state_of(again), before)
 
     events: list[moc.Event] = []
-    policy = msgspec.structs.replace(EACH, k_snapshot=1, k_persist=1)
+    policy = dataclasses.replace(EACH, k_snapshot=1, k_persist=1)
     manager = managers(again, fresh, on_event=events.append, policy=policy)
     report = manager.restore(cast=True)
     assert report is not None
@@ -494,7 +495,7 @@ def test_frozen_experts(managers: Managers, stacked: bool, trained: str) -> None
 
     model = build(0)
     optimizer = adamw(model)
-    policy = msgspec.structs.replace(EACH, k_snapshot=2, k_persist=1)
+    policy = dataclasses.replace(EACH, k_snapshot=2, k_persist=1)
     with managers(model, optimizer, exclude_frozen=True, policy=policy) as manager:
         run_steps(manager, model, optimizer, [1, 2, 3], after=lambda _: manager.wait())
     saved = [n for n in stored(managers.run, 3) if ".experts." in n and "|weight|" in n]
