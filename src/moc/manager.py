@@ -104,6 +104,7 @@ class CheckpointManager:
         self._closed = False
         self._poisoned = ""
         self._read_only = False
+        self._pid = os.getpid()
         topology = (layout or Layout.of_job()).topology
         group: Group = (
             SingleGroup() if topology.world_size == 1 else default_group(self._policy.timeout_secs)
@@ -116,7 +117,8 @@ class CheckpointManager:
         optimizers = (
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
-        memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR)
+        # The helper looks from another folder.
+        memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR).absolute()
 
         def look() -> tuple[Store, LiveState, Extras, str]:
             # A read that fails once must not cost a step; the helper has tries of its own.
@@ -388,10 +390,12 @@ class CheckpointManager:
     def _at_exit(self) -> None:
         """A script that ends without `close` still keeps its last save, or fails."""
         global _exit_code
+        if os.getpid() != self._pid:
+            return  # a forked child: the helper is its parent's
         died = getattr(sys, "last_value", None) is not None  # of an error nobody caught
         try:
             self._close(drain=not died)
-        except (MocError, OSError):
+        except Exception:  # noqa: BLE001 - printed, and the exit code tells
             _exit_code = 1
             traceback.print_exc()
 

@@ -113,10 +113,12 @@ def start_fresh(session: Session, *, force: bool) -> None:
     """
     identify(session, write=True)
     facts = read_store(session)
-    live = [m.version.step for m in facts.manifests]
+    seals = list_memory(session)
+    live = {s.version.step for _, s in seals if facts.timeline.is_live(s.version)}
+    live |= {m.version.step for m in facts.manifests}
     if live and not force:
         raise RestoreError(
-            f"{session.store.url} has committed steps {live[-_SHOWN:]}; call manager.restore() "
+            f"{session.store.url} has steps {sorted(live)[-_SHOWN:]}; call manager.restore() "
             "before the first save, or give fresh=True to start over beside them"
         )
     _start_attempt(session, facts.timeline, 0, {}, [])

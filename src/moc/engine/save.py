@@ -63,7 +63,6 @@ class Saver:
         """Start from what was restored: the base's versions are what was last committed."""
         session = self._session
         if session.base is not None:
-            self._handover.committed = session.base.step
             steps = tuple(tuple(v.step for v in row) for row in session.base_versions)
             self._state = ChooseState(steps, steps)
         self._handover.start(self._snapshots.open())
@@ -304,8 +303,9 @@ class Saver:
             elif step < committed or (step <= max(abandoned, failed) and step != fate.marked):
                 self._pending.pop(step)
         # Also a commit that was given up already: retention has taken the one before it.
-        if committed > (session.base.step if session.base else -1):
-            session.base = Version(committed, session.attempt)
+        newest = Version(committed, session.attempt)
+        if committed >= 0 and (session.base is None or newest > session.base):
+            session.base = newest
             fate.committed = max(fate.committed, committed)
 
     def _restructure(self) -> Structure:

@@ -168,6 +168,7 @@ class Snapshots:
             routed = _by_layer(told.counts, session.experts_per_layer)
             whole = msgspec.structs.replace(head, routed=routed)
             buffer.put_seal(msgspec.structs.replace(seal, head=whole))
+            self._unseal_others(buffer)
             buffer.release()
             self.sealed = step
             session.note("snapshot_done", step, secs=knobs.monotonic() - began, nbytes=nbytes)
@@ -285,6 +286,13 @@ class Snapshots:
             fate.listen(min(left, 1.0))
             if fate.failed >= version.step:
                 raise SaveError(f"{key} could not be written", step=version.step, path=key)
+
+    def _unseal_others(self, newest: Buffer) -> None:
+        """A step that is saved again replaces its first snapshot: one version is one state."""
+        assert self.pool is not None
+        for buffer in self.pool.buffers:
+            if buffer is not newest and buffer.version == newest.version:
+                buffer.unseal()
 
     def _hand_over(
         self,

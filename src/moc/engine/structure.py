@@ -19,7 +19,7 @@ from moc.core.safetensors import in_file_order, make_header
 from moc.engine.session import Session
 from moc.errors import LayoutError, SaveError
 from moc.plan.save import RankPlan, plan_save
-from moc.snapshot.buffers import usable_bytes
+from moc.snapshot.buffers import run_memory, usable_bytes
 from moc.state.extras import Large, encode
 from moc.state.groups import capture_groups
 from moc.state.live import BUFFER, REGISTERED, Region
@@ -235,7 +235,11 @@ def _count_buffers(
     budget = memory_bytes
     if budget is None:
         ranks_here = session.nodes.count(session.node)
-        budget = int(usable_bytes(session.memory_dir) * _MEMORY_SHARE) // ranks_here
+        # Buffers that this run has already are its own: a restart must not halve the rest again.
+        folder = run_memory(session.memory_dir, session.run_id)
+        held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        room = usable_bytes(session.memory_dir) + held
+        budget = int(room * _MEMORY_SHARE) // ranks_here
     affordable = budget // buffer_bytes
     if affordable < _MIN_BUFFERS:
         raise SaveError(

@@ -262,6 +262,9 @@ class Agent:
         manifest, trouble = None, ""
         try:
             manifest = commit(self._store, version)
+            if manifest is not None and not load_timeline(self._store).is_live(version):
+                self._give_up("a later attempt has taken this run over; its restore went back")
+                return
             if manifest is None and is_late:
                 missing = missing_receipts(self._store, version, self._hello.world_size)
                 trouble = f"no receipt of ranks {missing} within the deadline"

@@ -27,6 +27,7 @@ class Helper:
     def __init__(self, hello: Hello, memory_dir: str) -> None:
         """Start the process. It inherits no standard streams, so nobody waits for it to end."""
         ours, theirs = socket.socketpair()
+        Path(memory_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may wipe it
         self.memory_dir = memory_dir
         command = [sys.executable, "-m", "moc.persist.agent", "--fd", str(theirs.fileno())]
         command += ["--memory", memory_dir, "--rank", str(hello.rank)]

@@ -27,7 +27,16 @@ class Worker:
     def start(self, task: Callable[[], None]) -> None:
         """Run a task in the background. The one before must have been waited for."""
         assert self._task is None, "the result of the last task was never read"
-        self._task = self._pool.submit(task)
+        try:
+            self._task = self._pool.submit(task)
+        except RuntimeError:  # Python is ending and starts no thread any more
+            self._task = Future()
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001 - kept for `wait`, as a thread's would be
+                self._task.set_exception(error)
+            else:
+                self._task.set_result(None)
 
     def wait(self, timeout_secs: float, what: str) -> None:
         """Wait for the running task, if any, and raise its error.

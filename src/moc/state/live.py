@@ -343,7 +343,7 @@ class LiveState:
             yield self._region(name, WEIGHT, self._entry(name), Always(param), overlapped)
         for name, buffer, saved in self._buffers():
             if saved:
-                yield self._region(name, BUFFER, None, _BufferOf(self.model, name, buffer), False)
+                yield self._region(name, BUFFER, None, buffer, False)
 
     def owned(self) -> Iterator[OwnedParam]:
         """Parameters whose optimizer state lives here (ZeRO gives each to one rank)."""
@@ -443,7 +443,7 @@ class LiveState:
                 yield from self._state_tensor(owned, key, value)
             elif type(value) in _SCALARS:
                 suffix, dtype = _SCALARS[type(value)]
-                getter = _ScalarOf(state, key, dtype)
+                getter = _ScalarOf(owned, key, dtype)
                 yield self._region(owned.fqn, key + suffix, _whole(owned.entry), getter, False)
             elif value is not None:
                 raise StateError(
@@ -454,13 +454,14 @@ class LiveState:
     def _state_tensor(self, owned: OwnedParam, key: str, value: Tensor) -> Iterator[Region]:
         if "|" in key or "@" in key:
             raise StateError(f"optimizer state {key!r} of {owned.fqn}: '|' and '@' are reserved")
-        entry, state = owned.entry, owned.optimizer.state[owned.param]
+        entry = owned.entry
+        tensor = _StateOf(owned, key)
         large = value.numel() * value.element_size() >= EAGER_BELOW_BYTES
         same_shape = value.shape == owned.param.shape
         stacked = entry is not None and entry.stacked
         by_row = stacked and value.dim() > 0 and value.shape[0] == entry.count  # type: ignore[union-attr]
         cut = entry if not stacked or same_shape or by_row else None
-        yield self._region(owned.fqn, key, cut, lambda: state[key], large)
+        yield self._region(owned.fqn, key, cut, tensor, large)
         if stacked and key == "step" and value.dim() == 0:
             # All rows share one step; each expert's version must remember its own.
             count = entry.count  # type: ignore[union-attr]
@@ -468,7 +469,7 @@ class LiveState:
                 owned.fqn,
                 STEP_OF_EXPERT,
                 entry,
-                lambda: state[key].reshape(1).expand(count),
+                lambda: tensor().reshape(1).expand(count),
                 False,
             )
 
@@ -501,12 +502,12 @@ class LiveState:
     def _entry(self, name: str) -> ExpertParam | None:
         return self.experts.entries.get(name)
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+    def _buffers(self) -> Iterator[tuple[str, _BufferOf, bool]]:
         for prefix, module in self.model.named_modules():
-            for key, buffer in module.named_buffers(recurse=False):
+            for key, _ in module.named_buffers(recurse=False):
                 name = _canonical(f"{prefix}.{key}" if prefix else key)
                 persistent = key not in module._non_persistent_buffers_set
-                yield name, buffer, persistent or self._in_moe_layer(name)
+                yield name, _BufferOf(module, key), persistent or self._in_moe_layer(name)
 
     def _in_moe_layer(self, name: str) -> bool:
         return any(name.startswith(f"{layer}.") for layer in self.experts.layers)
@@ -527,27 +528,38 @@ class Always:
 class _BufferOf:
     """A module's buffer, which user code may rebind at any time."""
 
-    model: nn.Module
-    name: str
-    fallback: Tensor
+    module: nn.Module
+    key: str
 
     def __call__(self) -> Tensor:
-        try:
-            return self.model.get_buffer(self.name)
-        except AttributeError:  # a wrapper's segment was cut out of the name
-            return self.fallback
+        buffer = self.module._buffers[self.key]
+        assert buffer is not None
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _StateOf:
+    """A tensor in optimizer state; ``load_state_dict`` puts other dicts and tensors there."""
+
+    owned: OwnedParam
+    key: str
+
+    def __call__(self) -> Tensor:
+        value: Tensor = self.owned.optimizer.state[self.owned.param][self.key]
+        return value
 
 
 @dataclass(frozen=True, slots=True)
 class _ScalarOf:
     """A Python number in optimizer state, as a 0-d tensor."""
 
-    state: Mapping[str, Any]
+    owned: OwnedParam
     key: str
     dtype: torch.dtype
 
     def __call__(self) -> Tensor:
-        return torch.tensor(self.state[self.key], dtype=self.dtype)
+        state = self.owned.optimizer.state[self.owned.param]
+        return torch.tensor(state[self.key], dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
