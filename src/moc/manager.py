@@ -73,7 +73,8 @@ class CheckpointManager:
         exclude_frozen: leave out parameters that do not require gradients when the manager is made
             (alike on all ranks). A restore then needs their values to be there already, and
             leaves them alone; a manager without it refuses such a checkpoint and names them.
-        fresh: start over at step 0 beside what the run already holds.
+        fresh: start over at step 0; what the run already holds is off the history from then on,
+            and retention removes it after the first commit.
         on_event: called with every `Event` of this rank, on the main thread.
 
     Raises:
