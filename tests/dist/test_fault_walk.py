@@ -196,7 +196,9 @@ def test_a_failed_save_raises_at_a_later_call_where_the_policy_says_so(
         error = _first_error(start, 60)
         assert "step 4" in str(error)
         assert (error.step, error.rank) == (4, 0)
-        assert "dense-00000.safetensors" in error.path
+        # The base's manifest where there was one to compare with, else the first file to write.
+        assert error.path.startswith("step-0000000")
+        assert error.path in str(error)
         with suppress(SaveError):
             start.manager.close()
         walk.check(case, least=2)
