@@ -72,7 +72,6 @@ class LocalStore:
     def put_new(self, key: str, chunks: Iterable[Chunk]) -> int:
         """See `Store.put_new`. An error of ``chunks`` itself passes through unchanged."""
         if self.exists(key):  # before any chunk is made
-            self._sync_names(key, self.path(key).parent)
             raise KeyExists(f"{self.path(key)} exists", key=key)
         return self._write(key, chunks, _take_name)
 
@@ -139,24 +138,14 @@ class LocalStore:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            try:
-                with self._errors("name", key):
-                    publish(temporary, path)
-            except KeyExists:
-                self._sync_names(key, path.parent)
-                raise
+            with self._errors("name", key):
+                publish(temporary, path)
         finally:
             with suppress(OSError):  # a leftover is harmless, and no listing shows it
                 os.unlink(temporary)
-        self._sync_names(key, path.parent)
-        return written
-
-    def _sync_names(self, key: str, folder: Path) -> None:
-        """Also before `KeyExists`: whoever put the key may have died, or failed, before its name
-        was durable, and a retry takes it for its own where the bytes are the same.
-        """
         with self._errors("sync the folders of", key):
-            self._sync(folder)
+            self._sync(path.parent)
+        return written
 
     def _create(self, folder: Path) -> tuple[int, Path]:
         """Open a new temporary file, and make its folder if need be."""
