@@ -13,6 +13,7 @@ import msgspec
 
 from moc import knobs
 from moc.choose.cadence import is_persist_due, is_snapshot_due, next_snapshot
+from moc.choose.fate import settle
 from moc.choose.pick import Choice, ChooseState
 from moc.choose.ticket import Ticket, Words, decide
 from moc.comm.group import Pending, agree, gather_values
@@ -296,12 +297,14 @@ class Saver:
     def _apply_fate(self, committed: int, abandoned: int, failed: int) -> None:
         """Fold what is known of marked saves into what is chosen next, alike on all ranks."""
         session, fate = self._session, self._handover
-        for step in sorted(self._pending):
-            if step == committed:
-                choice = self._pending.pop(step)
-                self._state = self._state.committed(step, choice.persist)
-            elif step < committed or (step <= max(abandoned, failed) and step != fate.marked):
-                self._pending.pop(step)
+        self._state, self._pending = settle(
+            self._state,
+            self._pending,
+            committed=committed,
+            abandoned=abandoned,
+            failed=failed,
+            marked=fate.marked,
+        )
         # Also a commit that was given up already: retention has taken the one before it.
         newest = Version(committed, session.attempt)
         if committed >= 0 and (session.base is None or newest > session.base):
