@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +15,8 @@ POLICY = Policy(snapshot_every=5, persist_every=10, k_snapshot=4, k_persist=1)
 HOLDERS = [[0, 0, 0, 0, 2, 2, 2, 2]] * 2
 
 
-def words(rank: int, **changes: int) -> Words:
-    facts = {"step": 20, "attempt": 1, "plan": 77, "unchanged": 1, "sealed": 15, "failed": -1}
+def words(rank: int, **changes: Any) -> Words:
+    facts = {"step": 20, "attempt": 1, "plan": 77, "unchanged": 1, "held": (0, 1), "failed": -1}
     known = {"committed": 10, "abandoned": -1} if rank == 0 else {}
     return Words(**{**facts, **known, **changes})
 
@@ -26,13 +28,21 @@ def together(*said: Words) -> Ticket:
 def test_rank_0_alone_speaks_of_commits() -> None:
     ticket = together(words(0), words(1), words(2))
     assert ticket.differ == ()
-    assert (ticket.committed, ticket.abandoned, ticket.sealed) == (10, -1, 15)
+    assert (ticket.committed, ticket.abandoned, ticket.held) == (
+        10,
+        -1,
+        (False, True, *[False] * 6),
+    )
     assert ticket.unchanged
 
 
-def test_the_slowest_seal_and_the_newest_failure_count() -> None:
-    ticket = together(words(0), words(1, sealed=10, failed=10), words(2, unchanged=0))
-    assert (ticket.sealed, ticket.failed, ticket.unchanged) == (10, 10, False)
+def test_what_all_ranks_hold_and_the_newest_failure_count() -> None:
+    ticket = together(
+        words(0, held=(1, 0, 1)), words(1, held=(0, 1, 1), failed=10), words(2, held=(1,) * 9)
+    )
+    assert ticket.held == (False, False, True, *[False] * 5), "the newest of each is not of all"
+    assert ticket.failed == 10
+    assert not together(words(0), words(1, unchanged=0)).unchanged
 
 
 @given(

@@ -16,7 +16,11 @@ from moc.choose.cadence import is_persist_due
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.policy import Policy
 
-__all__ = ["Closing", "Decision", "Ticket", "Words", "decide"]
+__all__ = ["HELD", "Closing", "Decision", "Ticket", "Words", "decide"]
+
+HELD = 8
+"""How many of the newest saves a ticket asks about. A step is *sealed everywhere* only while every
+rank still holds it: the newest that one has sealed may be overwritten on another."""
 
 _NEUTRAL = 1 << 62  # never the minimum: "not mine to say"
 
@@ -30,7 +34,8 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         plan: digest of this rank's save plan, 0 before there is one.
         unchanged: 1 while the live state has the structure that was planned, else 0.
         settled: 1 if that cannot change between the posting and the save, else 0.
-        sealed: newest step sealed on this rank, -1 for none.
+        held: for each of the newest saves, newest first, 1 if this rank holds it sealed, else 0;
+            at most `HELD` of them.
         failed: newest marked step whose persist failed on this rank, -1 for none.
         committed: newest committed step, -1 for none; rank 0 knows, others pass None.
         abandoned: newest abandoned step, -1 for none; rank 0 knows, others pass None.
@@ -41,7 +46,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     plan: int
     unchanged: int
     settled: int = 1
-    sealed: int
+    held: tuple[int, ...] = ()
     failed: int
     committed: int | None = None
     abandoned: int | None = None
@@ -56,11 +61,11 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
             self.plan,
             -self.plan,
             self.unchanged,
-            self.sealed,
             -self.failed,
             _NEUTRAL if self.committed is None else self.committed,
             _NEUTRAL if self.abandoned is None else self.abandoned,
             self.settled,
+            *(*self.held, *(0,) * HELD)[:HELD],
         ]
 
 
@@ -71,7 +76,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         agreed: names of the fields in which ranks differ; empty when all is well.
         unchanged: whether every rank's structure was the planned one when it posted.
         settled: whether it then stays so until the save, on every rank.
-        sealed: newest step that every rank has sealed.
+        held: for each of the newest saves, newest first, whether every rank holds it sealed.
         failed: newest marked step whose persist failed on some rank.
         committed: newest committed step.
         abandoned: newest step that the coordinator gave up.
@@ -80,7 +85,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     differ: tuple[str, ...]
     unchanged: bool
     settled: bool
-    sealed: int
+    held: tuple[bool, ...]
     failed: int
     committed: int
     abandoned: int
@@ -92,11 +97,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             differ=tuple(name for name, i in pairs if words[i] != -words[i + 1]),
             unchanged=words[6] == 1,
-            settled=words[11] == 1,
-            sealed=words[7],
-            failed=-words[8],
-            committed=words[9],
-            abandoned=words[10],
+            settled=words[10] == 1,
+            failed=-words[7],
+            committed=words[8],
+            abandoned=words[9],
+            held=tuple(word == 1 for word in words[11 : 11 + HELD]),
         )
 
     def is_resolved(self, marked: int) -> bool:

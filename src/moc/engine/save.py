@@ -234,7 +234,7 @@ class Saver:
             plan=structure.plan.digest if structure else 0,
             unchanged=int(structure is not None and structure.stamp == session.live.stamp()),
             settled=int(not session.live.may_grow(stepped=self._gate.steps > 0)),
-            sealed=self._snapshots.sealed,
+            held=self._snapshots.held(),
             failed=fate.failed,
             committed=fate.committed if is_coordinator else None,
             abandoned=fate.abandoned if is_coordinator else None,
@@ -283,7 +283,7 @@ class Saver:
                 raise
 
     def _learn(self, ticket: Ticket) -> None:
-        self._snapshots.sealed_everywhere = ticket.sealed
+        self._snapshots.learn(ticket.held)
         self._apply_fate(ticket.committed, ticket.abandoned, ticket.failed)
         self._abandon_hopeless(ticket.committed, ticket.abandoned, ticket.failed)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moc import knobs
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.retention import BufferFacts, victim
-from moc.choose.ticket import Closing, Decision
+from moc.choose.ticket import HELD, Closing, Decision
 from moc.core.manifest import CommitHead, Seal, step_dir
 from moc.core.piece import PieceRecord
 from moc.core.safetensors import lay_out, make_header
@@ -41,8 +41,7 @@ class Snapshots:
     Attributes:
         worker: runs the copies.
         pool: this rank's buffers, None before `open`.
-        sealed: newest step sealed on this rank, -1 for none.
-        sealed_everywhere: newest step that all ranks have sealed, as far as tickets told.
+        sealed_everywhere: newest version that all ranks hold sealed, as far as tickets told.
     """
 
     def __init__(self, session: Session, handover: Handover) -> None:
@@ -51,8 +50,8 @@ class Snapshots:
         self._handover = handover
         self.worker = Worker()
         self.pool: BufferPool | None = None
-        self.sealed = -1
-        self.sealed_everywhere = -1
+        self.sealed_everywhere: Version | None = None
+        self._recent: list[Version] = []  # the newest saves, newest first, alike on all ranks
 
     def open(self) -> str:
         """Make the run's folder in the memory tier; returns its path."""
@@ -60,7 +59,19 @@ class Snapshots:
         folder = run_memory(session.memory_dir, session.run_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.pool = BufferPool(folder, session.rank)
+        self.sealed_everywhere = session.restored
         return str(folder)
+
+    def held(self) -> tuple[int, ...]:
+        """For each of the newest saves, newest first, 1 if this rank holds it sealed."""
+        sealed = {buffer.version for buffer in self.pool.buffers} if self.pool else set()
+        return tuple(int(version in sealed) for version in self._recent)
+
+    def learn(self, held: Sequence[bool]) -> None:
+        """What a ticket told of the newest saves; one that was known to be everywhere stays."""
+        everywhere = [v for v, is_held in zip(self._recent, held, strict=False) if is_held]
+        if everywhere:
+            self.sealed_everywhere = everywhere[0]
 
     def allocate(self, structure: Structure) -> None:
         """Have the buffers that the structure asks for.
@@ -100,6 +111,8 @@ class Snapshots:
         """
         session, plan = self._session, structure.plan
         version = Version(step, session.attempt)
+        if version not in self._recent:
+            self._recent = [version, *self._recent][:HELD]
         session.note("snapshot_started", step)
         choice = decision.choice
         if decision.full and self._exceeds_buffer(choice):
@@ -170,7 +183,6 @@ class Snapshots:
             buffer.put_seal(msgspec.structs.replace(seal, head=whole))
             self._unseal_others(buffer)
             buffer.release()
-            self.sealed = step
             session.note("snapshot_done", step, secs=knobs.monotonic() - began, nbytes=nbytes)
             self._hand_over(version, buffer, records, persist)
 
@@ -195,9 +207,6 @@ class Snapshots:
         assert pool is not None
         known = max(fate.committed, fate.abandoned, fate.failed)
         persisting = Version(fate.marked, session.attempt) if fate.marked > known else None
-        everywhere = session.restored
-        if self.sealed_everywhere >= 0:
-            everywhere = Version(self.sealed_everywhere, session.attempt)
         versions = [b.version for b in pool.buffers]
         live = [v is not None and session.timeline.is_live(v) for v in versions]
         deadline = knobs.monotonic() + session.policy.timeout_secs
@@ -212,7 +221,7 @@ class Snapshots:
                 live=live,
                 commit=session.base,
                 persisting=persisting,
-                sealed_everywhere=everywhere,
+                sealed_everywhere=self.sealed_everywhere,
             )
             if chosen is None and locked and knobs.monotonic() < deadline:
                 knobs.sleep(_LOCK_POLL_SECS)  # a helper is digesting it
