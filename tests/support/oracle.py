@@ -99,7 +99,8 @@ class Files:
         for seal in self.seals[version].values():
             for layer, expert, count in seal["expert_pieces"]:
                 needed[layer, expert] = count
-            for (fqn, part, box, _dtype, layer, expert, _rank), *_ in map(_padded, seal["pieces"]):
+            for piece, *_ in seal["pieces"]:
+                fqn, part, box, layer, expert = *piece[:3], *piece[4:6]
                 if layer >= 0:
                     held.setdefault((layer, expert), set()).add(f"{fqn} {part} {box}")
         return {key for key, count in needed.items() if len(held.get(key, ())) == count}
@@ -131,12 +132,6 @@ class Files:
         else:
             routed = next(iter(self.seals[version].values()))["head"]["routed"]
         return {(layer, e) for layer, row in enumerate(routed) for e in range(len(row))}
-
-
-def _padded(record: list[Any]) -> tuple[list[Any], ...]:
-    """A record whose piece has all of its fields: trailing ones may be left out."""
-    piece = list(record[0])
-    return (piece + [-1] * (7 - len(piece)), *record[1:])
 
 
 def _read(paths: Iterable[Path]) -> Iterator[Any]:
