@@ -32,6 +32,7 @@ from moc.engine.session import Session
 from moc.errors import ConfigError, KeyMissing, LayoutError, MocError, RestoreError
 from moc.persist.commit import load_manifest, load_timeline, versions_in
 from moc.snapshot.buffers import node_key
+from moc.state.describe import describe
 from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
 from moc.state.extras import Extras
 from moc.state.live import LiveState, unwrap
@@ -270,6 +271,14 @@ class CheckpointManager:
         self._session.live.register(
             name, tensor, stable=stable, scope=scope, rank=self._session.rank
         )
+
+    def describe(self) -> str:
+        """What was recognised on this rank, as a table to print; not collective.
+
+        Which parameters are routed experts of which layer, what of them is dense all the same, and
+        what is left out. Optimizer state is judged once a step has made it.
+        """
+        return describe(self._session.live)
 
     def step(self, step: int) -> None:
         """Call last in every iteration, with the number of the optimizer step just made.

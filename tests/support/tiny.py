@@ -90,6 +90,14 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
 
 
+def bare(names: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A module of parameters with these shapes and nothing else."""
+    model = nn.Module()
+    for name, shape in names.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+    return model
+
+
 def batch(step: int) -> Tensor:
     """What is learned at a step."""
     return torch.randn(16, DIM, generator=torch.Generator().manual_seed(1000 + step))

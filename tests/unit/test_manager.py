@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from tests.support.job import assert_equal, same_bytes
 from tests.support.tiny import (
@@ -21,7 +16,7 @@ from tests.support.tiny import (
     EXPERTS,
     Managers,
     adamw,
-    batch,
+    bare,
     dense,
     kinds,
     moe,
@@ -34,7 +29,6 @@ from tests.support.tiny import (
     whole,
 )
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import moc
@@ -49,7 +43,6 @@ from moc.errors import (
     RunBusy,
     SaveError,
     StepNotFound,
-    UnsupportedValue,
 )
 from moc.persist.commit import load_manifest
 from moc.snapshot.copier import CopyJob
@@ -129,63 +122,6 @@ def test_two_optimizers(managers: Managers) -> None:
     assert train(again, fresh, 3) == train(model, optimizers, 3)
 
 
-def test_groups_in_another_order_keep_their_own_options(managers: Managers) -> None:
-    """A27."""
-
-    def build(model: nn.Module, order: list[int]) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        options = {
-            0: {"lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.0},
-            2: {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.3},
-        }
-        groups = [
-            {"params": list(model[i].parameters())[:: -1 if i == order[0] else 1], **options[i]}
-            for i in order
-        ]
-        optimizer = torch.optim.AdamW(groups)
-        return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    model = dense()
-    optimizer, scheduler = build(model, [0, 2])
-    with managers(model, optimizer, extras={"scheduler": scheduler}) as manager:
-        for step in (1, 2, 3):
-            train(model, optimizer, step)
-            scheduler.step()
-            manager.step(step)
-    saved = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    again = dense(1)
-    fresh, _ = build(again, [2, 0])
-    scheduler = LambdaLR(fresh, lambda step: 1 / (1 + step))
-    managers(again, fresh, extras={"scheduler": scheduler}).restore()
-    assert [{k: v for k, v in g.items() if k != "params"} for g in fresh.param_groups] == saved[
-        ::-1
-    ]
-    assert_equal(state_of(again, fresh), state_of(model, optimizer))
-    assert train(again, fresh, 4) == train(model, optimizer, 4)
-
-
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
-def test_experts_without_tokens_stay_without_state(managers: Managers, stacked: bool) -> None:
-    """A15."""
-    model = moe(stacked=stacked)
-    model[1].router.allowed = [0]
-    optimizer = adamw(model)
-    with managers(model, optimizer) as manager:
-        run_steps(manager, model, optimizer, [1, 2])
-    then = state_of(model, optimizer)
-    assert ("1.experts.3.weight/exp_avg" in then) is False
-
-    again = moe(1, stacked=stacked)
-    fresh = adamw(again)
-    if not stacked:
-        train(again, fresh, 1)  # it has used all experts: what is absent must become absent
-    managers(again, fresh).restore()
-    assert_equal(state_of(again, fresh), then)
-    model[1].router.allowed = again[1].router.allowed = [0, 1, 2, 3]
-    for step in (3, 4, 5):
-        assert train(again, fresh, step) == train(model, optimizer, step)
-    assert_equal(state_of(again, fresh), state_of(model, optimizer))
-
-
 def test_an_expert_that_gets_its_first_token_later_is_saved_from_then_on(
     managers: Managers,
 ) -> None:
@@ -205,158 +141,6 @@ def test_an_expert_that_gets_its_first_token_later_is_saved_from_then_on(
     assert_equal(state_of(again, fresh), state_of(model, optimizer))
 
 
-def test_random_numbers_go_on(managers: Managers) -> None:
-    """A29."""
-
-    def draw(model: nn.Module) -> tuple[Any, ...]:
-        out = model(batch(1)).sum()
-        return float(out.detach()), float(torch.rand(())), random.random(), float(np.random.rand())
-
-    torch.manual_seed(3)
-    random.seed(4)
-    np.random.seed(5)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5))
-    draw(model)
-    with managers(model) as manager:
-        manager.step(1)
-        expected = [draw(model) for _ in range(5)]
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    again = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5))
-    managers(again).restore()
-    assert [draw(again) for _ in range(5)] == expected
-
-
-class Tied(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, DIM)
-        self.head = nn.Linear(DIM, 5, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        else:
-            self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) @ self.embed.weight
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "equal"])
-def test_tied_parameters_are_one_and_equal_ones_are_two(managers: Managers, tied: bool) -> None:
-    """A20."""
-    model = Tied(tied)
-    optimizer = adamw(model)
-    with managers(model, optimizer) as manager:
-        manager.save(0)
-        manager.wait()
-        names = stored(managers.run, 0)
-        assert len([n for n in names if n.split("|")[1] == "weight"]) == (1 if tied else 2)
-        run_steps(manager, model, optimizer, [1])
-    again = Tied(tied)
-    weight = again.head.weight
-    fresh = adamw(again)
-    managers(again, fresh).restore()
-    assert (again.head.weight is again.embed.weight) is tied
-    assert again.head.weight is weight  # filled in place, not replaced
-    assert_equal(state_of(again, fresh), state_of(model, optimizer))
-
-
-class Views(nn.Module):
-    """Parameters and buffers that are not contiguous, of several types."""
-
-    def __init__(self, factor: int) -> None:
-        super().__init__()
-        conv = torch.arange(48.0).reshape(2, 4, 3, 2).contiguous(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).t() * factor)
-        self.conv = nn.Parameter(conv * factor)
-        self.brief = nn.Parameter(torch.arange(10.0)[::2].to(torch.bfloat16) * factor)
-        self.register_buffer("ints", (torch.arange(12) * factor).reshape(3, 4).t())
-        self.register_buffer("flags", torch.tensor([True, False] * 4)[::2] ^ (factor == 0))
-        self.register_buffer("empty", torch.zeros(0, 3))
-        self.register_buffer("scalar", torch.tensor(-0.0 if factor else 1.0))
-        self.register_buffer("odd", torch.tensor([float("nan"), 2.0, 3.0])[1 - factor :: 2])
-
-    def forward(self, _: Tensor) -> Tensor:
-        return (self.turned**3).sum() + (self.conv**2).sum() + self.brief.float().sum()
-
-
-def test_tensors_that_are_not_contiguous_and_odd_values(managers: Managers) -> None:
-    """A22, A23."""
-    model = Views(1)
-    assert not model.turned.is_contiguous()
-    optimizer = adamw(model)
-    with managers(model, optimizer) as manager:
-        train(model, optimizer, 1)
-        manager.step(1)
-    again = Views(0)
-    again.odd = torch.zeros_like(model.odd)
-    fresh = adamw(again)
-    managers(again, fresh).restore()
-    assert_equal(state_of(again, fresh), state_of(model, optimizer))
-    assert not again.turned.is_contiguous()
-
-
-def test_frozen_parameters_are_kept(managers: Managers) -> None:
-    """A21."""
-    model = dense()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    with managers(model, optimizer) as manager:
-        run_steps(manager, model, optimizer, [1])
-    again = dense(1)
-    again[0].requires_grad_(False)
-    fresh = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.01)
-    managers(again, fresh).restore()
-    assert [p.requires_grad for p in again.parameters()] == [False, False, True, True]
-    assert_equal(state_of(again, fresh), state_of(model, optimizer))
-
-
-class Inner(nn.Module):
-    """Has a part that is truly called ``module``."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.module = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-
-def test_wrappers_are_seen_through(managers: Managers) -> None:
-    """A26: saved from each, loaded into each."""
-    wrappers = {
-        "plain": lambda m: m,
-        "compiled": torch.compile,
-        "ddp": nn.parallel.DistributedDataParallel,
-        "both": lambda m: torch.compile(nn.parallel.DistributedDataParallel(m)),
-    }
-
-    def on_a_rank() -> int:
-        assert dist.is_initialized()
-        pairs = 0
-        for saver, wrap in wrappers.items():
-            run = managers.run / saver
-            model = Inner(7)
-            with managers(wrap(model), directory=run) as manager:
-                manager.step(1)
-            assert {n.split("|")[0] for n in stored(run, 1) if n.split("|")[1] == "weight"} == {
-                "module.weight",
-                "module.bias",
-            }
-            for unwrap in wrappers.values():
-                again = Inner(8)
-                manager = managers(unwrap(again), directory=run)
-                manager.restore()
-                managers.vanish(manager)
-                assert_equal(state_of(again), state_of(model))
-                pairs += 1
-        return pairs
-
-    assert run_ranks(on_a_rank, 1) == [16]
-
-
 # ---------------------------------------------------------------------------- steps and positions
 
 
@@ -374,51 +158,6 @@ def test_a_step_without_an_optimizer_step_is_ignored_and_told_once(managers: Man
     assert [e.step for e in told] == [2]
     assert manager.stats()["saves"] == 2
     assert manager.all_steps() == [1, 4]
-
-
-def test_gradient_accumulation_and_the_data_position(managers: Managers) -> None:
-    """A30: the position saved is that of the optimizer step; every index counts once."""
-
-    class Loader:
-        position = 0
-
-        def next(self) -> int:
-            self.position += 1
-            return self.position - 1
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
-
-    def micro_batches(manager: Any, model: Any, optimizer: Any, loader: Loader, n: int) -> list:
-        seen = []
-        for _ in range(n):
-            index = loader.next()
-            seen.append(index)
-            (model(batch(index)).square().mean() / 4).backward()
-            if index % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-            manager.step(index // 4 + 1)
-        return seen
-
-    model, loader = dense(), Loader()
-    optimizer = adamw(model)
-    manager = managers(model, optimizer, extras={"loader": loader})
-    first = micro_batches(manager, model, optimizer, loader, 10)  # dies in step 3
-    manager.wait()
-    assert manager.stats()["saves"] == 2
-    managers.vanish(manager)
-
-    again, other = dense(1), Loader()
-    fresh = adamw(again)
-    manager = managers(again, fresh, extras={"loader": other})
-    report = manager.restore()
-    assert report is not None
-    assert report.step == 2
-    assert first[: 4 * report.step] + micro_batches(manager, again, fresh, other, 8) == [*range(16)]
 
 
 def test_nothing_yet_is_none(managers: Managers) -> None:
@@ -497,66 +236,6 @@ def test_a_restore_comes_first_and_once(managers: Managers) -> None:
         manager.restore()
 
 
-def build(names: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = nn.Module()
-    for name, shape in names.items():
-        model.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
-    return model
-
-
-def test_missing_and_unexpected_names_are_both_listed(managers: Managers) -> None:
-    """A25: nothing is half loaded; without strict they are returned."""
-    saved = build({"a": (2,), "b": (3,), "d": (4,)})
-    with managers(saved) as manager:
-        manager.step(1)
-    target = build({"a": (2,), "b": (3,), "c": (5,)})
-    before = state_of(target)
-    with pytest.raises(MismatchError) as caught:
-        managers(target).restore()
-    assert caught.value.missing == ("c (weight)",)
-    assert caught.value.unexpected == ("d",)
-    assert caught.value.differing == ()
-    for word in ("missing", "c (weight)", "unexpected", "d", "nothing was changed"):
-        assert word in str(caught.value)
-    assert_equal(state_of(target), before)
-
-    manager = managers(target)
-    report = manager.restore(strict=False)
-    assert report is not None
-    assert (report.missing, report.unexpected) == (["c (weight)"], ["d"])
-    assert_equal(
-        state_of(target),
-        {"a": saved.a.detach(), "b": saved.b.detach(), "c": before["c"]},
-    )
-    with pytest.raises(RestoreError, match=r"another model.*another directory"):
-        manager.step(2)  # the run stays what it is
-    assert managers(saved).restore() is not None
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "told"),
-    [
-        ((3, 4), torch.float32, r"\[4, 3\].*\[3, 4\]"),
-        ((12,), torch.float32, r"\[4, 3\].*\[12\]"),
-        ((4, 1), torch.float32, r"\[4, 3\].*\[4, 1\]"),
-        ((4, 3), torch.bfloat16, "F32.*BF16"),
-    ],
-)
-def test_a_wrong_shape_or_dtype_is_never_taken(
-    managers: Managers, shape: tuple[int, ...], dtype: torch.dtype, told: str
-) -> None:
-    """A24."""
-    with managers(build({"w": (4, 3), "v": (2,)})) as manager:
-        manager.step(1)
-    target = build({"w": shape, "v": shape}, dtype)
-    before = state_of(target)
-    for strict in (True, False):
-        with pytest.raises(MismatchError, match=told) as caught:
-            managers(target).restore(strict=strict)
-        assert len(caught.value.differing) == 2
-        assert_equal(state_of(target), before)
-
-
 def test_other_moe_layers_are_a_mismatch_however_lenient(managers: Managers) -> None:
     with managers(moe(stacked=False)) as manager:
         manager.step(1)
@@ -570,10 +249,10 @@ def test_other_moe_layers_are_a_mismatch_however_lenient(managers: Managers) -> 
 
 
 def test_another_model_may_not_start_in_the_same_directory(managers: Managers) -> None:
-    with managers(build({"a": (2,)})) as manager:
+    with managers(bare({"a": (2,)})) as manager:
         manager.step(1)
     with pytest.raises(RunBusy, match="another model"):
-        managers(build({"b": (2,)}), fresh=True).restore()
+        managers(bare({"b": (2,)}), fresh=True).restore()
 
 
 def test_another_optimizer_is_a_mismatch(managers: Managers) -> None:
@@ -586,24 +265,6 @@ def test_another_optimizer_is_a_mismatch(managers: Managers) -> None:
     with pytest.raises(MismatchError, match=r"AdamW.*SGD"):
         managers(again, torch.optim.SGD(again.parameters(), lr=0.1)).restore()
     assert_equal(state_of(again), before)
-
-
-@pytest.mark.parametrize("value", [argparse.Namespace(a=1), Path("x"), signal.SIGTERM])
-def test_an_extra_without_an_exact_form_is_refused_at_the_first_save(
-    managers: Managers, value: object
-) -> None:
-    """A39."""
-
-    class Extra:
-        def state_dict(self) -> dict[str, object]:
-            return {"fine": 1, "odd": {"thing": value}}
-
-        def load_state_dict(self, state: dict[str, object]) -> None:
-            raise AssertionError(state)
-
-    manager = managers(dense(), extras={"mine": Extra()})
-    with pytest.raises(UnsupportedValue, match=r"mine.*odd.*thing"):
-        manager.step(1)
 
 
 @pytest.mark.parametrize(

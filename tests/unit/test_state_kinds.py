@@ -234,8 +234,8 @@ class Recording(LocalStore):
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
-def test_weights_alone_read_no_other_byte(managers: Managers, stacked: bool) -> None:
-    """A19: for fine-tuning and evaluation, with an optimizer of another type or none."""
+def test_a19_weights_alone_read_no_other_byte(managers: Managers, stacked: bool) -> None:
+    """For fine-tuning and evaluation, with an optimizer of another type or none."""
     model = moe(stacked=stacked)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -435,7 +435,7 @@ BASE = ["0.base.bias", "0.base.weight", "2.base.bias", "2.base.weight"]
 
 
 @pytest.mark.parametrize("everything_in_groups", [True, False], ids=["all", "adapters"])
-def test_frozen_parameters_are_left_out(managers: Managers, everything_in_groups: bool) -> None:
+def test_a21_frozen_parameters_are_left_out(managers: Managers, everything_in_groups: bool) -> None:
     """A21."""
 
     def optimizer_of(model: nn.Module) -> torch.optim.AdamW:

@@ -23,7 +23,7 @@ from moc.persist.writer import shared_buffer
 from moc.recover.ladder import STORAGE, Fetch, RecoveryPlan, Source
 from moc.snapshot.buffers import run_memory
 from moc.state.extras import decode
-from moc.state.groups import match_groups, restore_groups
+from moc.state.groups import group_orders, match_groups, restore_groups
 from moc.state.live import BUFFER, REGISTERED, SUMMED, Always, OwnedParam, Region
 from moc.state.tensors import as_values, can_cast, over
 
@@ -222,8 +222,11 @@ class Loader:
                 if versions[entry.first + row] < self._plan.version
             }
             session.live.rescale(owned, stale)
+        orders: dict[int, list[int]] = {}
         if OPTIMIZER_GROUPS in self._extras:
-            restore_groups(session.live, decode(self._extras[OPTIMIZER_GROUPS]))
+            groups = decode(self._extras[OPTIMIZER_GROUPS])
+            restore_groups(session.live, groups)
+            orders = group_orders(session.live, groups)
         routed = self._plan.head.routed
         width = max(map(len, routed), default=0)
         total = torch.zeros((len(routed), width), dtype=torch.int64)
@@ -232,7 +235,12 @@ class Loader:
                 total[layer, : len(row)] = torch.tensor(row, dtype=torch.int64)
         session.tokens.load(total)
         if EXTRAS in self._extras:
-            session.extras.restore(self._extras[EXTRAS], self._large(), strict=self._wanted.strict)
+            session.extras.restore(
+                self._extras[EXTRAS],
+                self._large(),
+                strict=self._wanted.strict,
+                group_orders=orders,
+            )
 
     def _adopt_optimizer_state(self) -> None:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}

@@ -62,7 +62,8 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         lines = [
             f"restored {what} {self.step} ({total / 1e6:.1f} MB: {parts}) "
             f"in {self.secs.get('total', 0.0):.2f} s; "
-            f"{self.stale_experts} experts older, the oldest by {self.oldest_expert_age} steps; "
+            + (f"{self.optimizer_entries} optimizer entries; " * (not self.weights_only))
+            + f"{self.stale_experts} experts older, the oldest by {self.oldest_expert_age} steps; "
             + (
                 f"{self.lost_tokens} tokens lost, PLT {100 * self.plt:.3f} %"
                 if not self.uncounted

@@ -51,6 +51,11 @@ RNG = "__rng__"
 LARGE_BYTES = 64 << 10
 """Tensors and arrays above this are pieces of their own, where there is room for them."""
 
+_BY_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+)
+"""What torch's schedulers keep as one value for each group of their optimizer."""
+
 _MAX_DEPTH = 100
 """Containers within one another; JSON nests twice as deep, far below the interpreter's limit."""
 
@@ -540,6 +545,7 @@ class Extras:
         large: Sequence[bytes | bytearray | memoryview] = (),
         *,
         strict: bool = True,
+        group_orders: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Load what `capture` returned: schedulers first, the rest in the order given, RNG last.
 
@@ -551,6 +557,8 @@ class Extras:
             large: what was taken from it at the capture.
             strict: whether the names must be the same on both sides; otherwise what is on one
                 side only is left alone.
+            group_orders: for the id of an optimizer, the saved index of each of its groups: what a
+                scheduler keeps for each group goes with the group.
 
         Raises:
             MismatchError: names or the lengths of lists differ.
@@ -568,8 +576,9 @@ class Extras:
             for part, state, where in zip(
                 self._parts[name], saved[name], self._paths[name], strict=True
             ):
+                order = (group_orders or {}).get(id(getattr(part, "optimizer", None)))
                 try:
-                    part.load_state_dict(state)
+                    part.load_state_dict(_reordered(state, order) if order else state)
                 except Exception as error:
                     raise StateError(f"{where} does not load its state: {error}") from error
         if self._rng and rng is not None:
@@ -610,6 +619,19 @@ def _check(part: object, where: str) -> None:
                 f"{where} ({kind}) has no {method}(); an extra is an object with state_dict()"
                 " and load_state_dict(), or a list of such"
             )
+
+
+def _reordered(state: Any, order: Sequence[int]) -> Any:
+    """A scheduler's state with its lists of one value for each group in the order of the groups."""
+    if not isinstance(state, dict):
+        return state
+    changed = dict(state)
+    for key, value in state.items():
+        if key in _BY_GROUP and isinstance(value, list) and len(value) == len(order):
+            changed[key] = [value[i] for i in order]
+        elif key == "_schedulers":  # of ChainedScheduler and SequentialLR
+            changed[key] = [_reordered(inner, order) for inner in value]
+    return changed
 
 
 def _is_scheduler(part: object) -> bool:

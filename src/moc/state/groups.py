@@ -10,7 +10,7 @@ from torch import Tensor
 from moc.errors import MismatchError
 from moc.state.live import LiveState
 
-__all__ = ["capture_groups", "match_groups", "restore_groups"]
+__all__ = ["capture_groups", "group_orders", "match_groups", "restore_groups"]
 
 
 def capture_groups(live: LiveState) -> list[dict[str, Any]]:
@@ -54,6 +54,20 @@ def match_groups(live: LiveState, captured: Any) -> list[tuple[dict[str, Any], d
             if inner is not optimizer and index < len(inner.param_groups):
                 plan.append((inner.param_groups[index], options))
     return plan
+
+
+def group_orders(live: LiveState, captured: Any) -> dict[int, list[int]]:
+    """For the id of each optimizer, the saved index of each of its groups.
+
+    Schedulers keep lists in the order of the groups; see `moc.state.extras.Extras.restore`.
+    """
+    orders = {}
+    for saved, optimizer in zip(captured, live.optimizers, strict=True):
+        index = {frozenset(g["params"]): i for i, g in enumerate(saved["groups"])}
+        orders[id(optimizer)] = [
+            index[frozenset(live.names_of(group["params"]))] for group in optimizer.param_groups
+        ]
+    return orders
 
 
 def restore_groups(live: LiveState, captured: Any) -> None:
