@@ -29,7 +29,10 @@ from tests.support.tiny import (
     whole,
 )
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 import moc
 from moc.choose.retention import BufferFacts, role
@@ -598,7 +601,7 @@ def test_overlap_off_copies_before_step_returns(managers: Managers) -> None:
 def test_a_tensor_that_changes_while_it_is_copied_is_found() -> None:
     sources = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(5)}
     pairs = [(torch.empty_like(s), s) for s in sources.values()]
-    assert CopyJob(sources).run(pairs) == ""
+    assert CopyJob(sources).run(pairs) is None
     job = CopyJob(sources)
     sources["b"].add_(1)
     assert job.run(pairs) == "b"
@@ -631,11 +634,11 @@ def test_a_torn_snapshot_is_never_sealed(managers: Managers) -> None:
 def test_the_optimizer_waits_for_the_copy(managers: Managers) -> None:
     """The copy starts only when the optimizer is at the fence, and still has the old values."""
     go = threading.Event()
-    # Global hooks run in the order of registration: this one before the fence's.
-    ahead = register_optimizer_step_pre_hook(lambda *_: go.set())
     model = dense()
     optimizer = adamw(model)
     manager = managers(model, optimizer)
+    ahead = register_optimizer_step_pre_hook(lambda *_: go.set())
+    _global_optimizer_pre_hooks.move_to_end(ahead.id, last=False)  # before the fence's
     run_steps(manager, model, optimizer, [1])
     manager.wait()
     train(model, optimizer, 2)

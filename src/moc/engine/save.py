@@ -141,11 +141,11 @@ class Saver:
 
     def fence(self) -> None:
         """Wait while a copy reads what an optimizer is about to change."""
-        if not self._snapshots.worker.busy:
-            return
-        start = knobs.monotonic()
-        self._settle_copy()
-        self._stall(self._newest, knobs.monotonic() - start)
+        if self._snapshots.worker.busy:
+            start = knobs.monotonic()
+            self._settle_copy()
+            self._stall(self._newest, knobs.monotonic() - start)
+        self._snapshots.prove(self._newest)
 
     def wait(self) -> None:
         """Until the newest marked save is committed. Collective.

@@ -15,8 +15,9 @@ from moc import knobs
 from moc.choose.pick import Choice, ChooseState, choose
 from moc.choose.retention import BufferFacts, victim
 from moc.choose.ticket import HELD, Closing, Decision
+from moc.core.digest import digest_bytes
 from moc.core.manifest import CommitHead, Seal, step_dir
-from moc.core.piece import PieceRecord
+from moc.core.piece import WEIGHT, PieceRecord
 from moc.core.safetensors import lay_out, make_header
 from moc.core.versions import Version
 from moc.engine.handover import Handover
@@ -27,11 +28,13 @@ from moc.persist import messages as say
 from moc.snapshot.buffers import Buffer, BufferPool, run_memory
 from moc.snapshot.copier import CopyJob, run_copies
 from moc.snapshot.worker import Worker
-from moc.state.tensors import over
+from moc.state.live import REGISTERED, SUMMED, Region
+from moc.state.tensors import over, tensor_bytes
 
 __all__ = ["Snapshots"]
 
 _LOCK_POLL_SECS = 0.001
+_TRIED = (WEIGHT, REGISTERED, SUMMED)  # forward code reaches them; no one but Adam its moments
 _MARGIN_SECS = 5.0  # so that the deadline of what is awaited, which says more, comes first
 
 
@@ -52,6 +55,9 @@ class Snapshots:
         self.pool: BufferPool | None = None
         self.sealed_everywhere: Version | None = None
         self._recent: list[Version] = []  # the newest saves, newest first, alike on all ranks
+        self._proven: set[tuple[str, str]] = set()  # (fqn, part) that were seen to stay the same
+        self._written: set[tuple[str, str]] = set()  # that something besides an optimizer writes
+        self._on_trial: list[tuple[memoryview, Slot]] = []
 
     def open(self) -> str:
         """Make the run's folder in the memory tier; returns its path."""
@@ -80,14 +86,50 @@ class Snapshots:
             SaveError: there is no room in memory.
         """
         assert self.pool is not None
+        self._on_trial = []  # no forward ran since, which would have proven something
         self.pool.open(structure.buffers)
         self.pool.allocate(structure.buffer_bytes)
 
     def close(self) -> None:
         """Start no other copy; the buffers' files stay."""
         self.worker.close()
+        self._on_trial = []
         if self.pool is not None:
             self.pool.close()
+
+    def prove(self, step: int) -> None:
+        """Compare what an overlapped copy would have read until now with what stood at the start.
+
+        A write through ``.data`` leaves no other trace. So parameters are copied at once the first
+        time; one that has changed when the optimizer is about to step is copied at once for good.
+
+        Args:
+            step: of the newest save.
+        """
+        trial, self._on_trial = self._on_trial, []
+        for copied, slot in trial:
+            region, box = slot.region, slot.piece.box
+            if digest_bytes(tensor_bytes(region.view(box))) == digest_bytes(copied):
+                self._proven.add((region.fqn, region.part))
+            else:
+                self._is_written(step, region)
+
+    def _is_written(self, step: int, region: Region) -> None:
+        name = (region.fqn, region.part)
+        if name not in self._written:
+            self._written.add(name)
+            text = (
+                f"{region.fqn} is written by something besides the optimizers; it is copied before "
+                "manager.step returns from now on"
+            )
+            self._session.note("warning", step, text=text)
+
+    def _is_late(self, region: Region) -> bool:
+        return region.overlapped and (region.fqn, region.part) not in self._written
+
+    def _needs_trial(self, region: Region) -> bool:
+        name = (region.fqn, region.part)
+        return self._session.policy.overlap and region.part in _TRIED and name not in self._proven
 
     def take(
         self,
@@ -111,6 +153,7 @@ class Snapshots:
         """
         session, plan = self._session, structure.plan
         version = Version(step, session.attempt)
+        self._on_trial = []  # two saves without an optimizer step between prove nothing
         if version not in self._recent:
             self._recent = [version, *self._recent][:HELD]
         session.note("snapshot_started", step)
@@ -127,11 +170,17 @@ class Snapshots:
             max(structure.buffer_bytes, structure.header_area + nbytes)
         )
         placed = list(zip(records, slots, strict=False))
-        run_copies(_pairs(view, [(r, s) for r, s in placed if not s.region.overlapped]))
+        late = [(r, s) for r, s in placed if self._is_late(s.region)]
+        trial = [(r, s) for r, s in late if self._needs_trial(s.region)]
+        late = [(r, s) for r, s in late if not self._needs_trial(s.region)]
+        at_once = [(r, s) for r, s in placed if not self._is_late(s.region)]
+        run_copies(_pairs(view, [*at_once, *trial], {}))
+        self._on_trial = [(view[r.offset : r.offset + s.nbytes], s) for r, s in trial]
         for record, (_, data) in zip(records[len(slots) :], extras, strict=True):
             view[record.offset : record.offset + len(data)] = data
-        late = [(r, s) for r, s in placed if s.region.overlapped]
-        job = CopyJob({s.region.fqn + s.region.part: s.region.tensor() for _, s in late})
+        # Looked up now: a later `param.data = other` must not change what is copied.
+        sources = {id(s.region): s.region.tensor().detach() for _, s in late}
+        job = CopyJob(sources)
         head = CommitHead(
             model=session.model_id,
             base=None if decision.full else session.base,
@@ -167,10 +216,10 @@ class Snapshots:
 
         def task() -> None:
             _write_header(view, records, structure.header_area)
-            torn = job.run(_pairs(view, late))
-            if torn:
+            torn = job.run(_pairs(view, late, sources))
+            if torn is not None:
                 buffer.release()
-                self._tear(step, torn)
+                self._tear(step, next(s.region for _, s in late if id(s.region) == torn))
                 return
             told = closing()
             if told.changed:
@@ -281,7 +330,7 @@ class Snapshots:
         records = lay_out([s.piece for s in slots], structure.header_area)
         buffer, view = self._take_buffer(structure.buffer_bytes)
         _write_header(view, records, structure.header_area)
-        run_copies(_pairs(view, list(zip(records, slots, strict=True))))
+        run_copies(_pairs(view, list(zip(records, slots, strict=True)), {}))
         buffer.release()
         key = f"{step_dir(version)}/experts-{session.rank:05d}-part{number:02d}.safetensors"
         fate.tell(say.PersistPart(version, str(buffer.path), key, records))
@@ -329,10 +378,12 @@ class Snapshots:
         saved = [list(ids) for ids in persist.persist]
         self._handover.tell(say.Persist(version, path, files, saved))
 
-    def _tear(self, step: int, name: str) -> None:
+    def _tear(self, step: int, region: Region) -> None:
+        self._written.add((region.fqn, region.part))
         text = (
-            f"snapshot of step {step} is torn: {name} changed while it was copied; something "
-            "besides the optimizers writes it (use Policy(overlap=False))"
+            f"snapshot of step {step} is torn: {region.fqn} {region.part} changed while it was copied; something "
+            "besides the optimizers writes it (it is copied before manager.step returns from now "
+            "on; Policy(overlap=False) copies everything so)"
         )
         self._handover.counts["torn"] += 1
         self._session.note("torn", step, text=text)
@@ -357,10 +408,9 @@ class Snapshots:
 
 
 def _pairs(
-    view: memoryview, placed: Sequence[tuple[PieceRecord, Slot]]
+    view: memoryview, placed: Sequence[tuple[PieceRecord, Slot]], tensors: dict[int, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(destination in the buffer, live source) of every piece."""
-    tensors: dict[int, Tensor] = {}
+    """(destination in the buffer, source) of every piece; looks up what ``tensors`` lacks."""
     pairs = []
     for record, slot in placed:
         key = id(slot.region)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["CopyJob", "run_copies"]
 
+K = TypeVar("K", bound=Hashable)
 
-class CopyJob:
+
+class CopyJob(Generic[K]):
     """Copies that run while the next forward and backward do."""
 
-    def __init__(self, sources: Mapping[str, Tensor]) -> None:
-        """Note the versions of live tensors, by name, and where the training stream stands."""
+    def __init__(self, sources: Mapping[K, Tensor]) -> None:
+        """Note the versions of live tensors, by key, and where the training stream stands."""
         self._sources = dict(sources)
         self._versions = {name: tensor._version for name, tensor in sources.items()}
         self._event: torch.cuda.Event | None = None
@@ -22,11 +25,12 @@ class CopyJob:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> str:
-        """Copy (destination, source) pairs; returns the name of a torn source, or nothing.
+    def run(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> K | None:
+        """Copy (destination, source) pairs; returns the key of a torn source, or None.
 
         An in-place change by anything but ``.data`` and a few native kernels bumps a tensor's
-        version, so the check backs the capture classes up; it cannot replace them.
+        version, so the check backs the capture classes up; it cannot replace them. What is
+        written through ``.data`` is found by a comparison of bytes: see `Snapshots.prove`.
         """
         if self._event is None:
             run_copies(pairs)
@@ -39,7 +43,7 @@ class CopyJob:
         for name, tensor in self._sources.items():
             if tensor._version != self._versions[name]:
                 return name
-        return ""
+        return None
 
 
 def run_copies(pairs: Sequence[tuple[Tensor, Tensor]], *, non_blocking: bool = False) -> None:

@@ -7,11 +7,13 @@ tell a finished optimizer step from a micro-batch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -29,10 +31,11 @@ class Gate:
         self._ids = {id(o) for o in optimizers}
         self._wait = wait
         self.steps = 0
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        before = register_optimizer_step_pre_hook(self._before)
+        # Ahead of hooks that were there first: they may write what is being copied.
+        hooks = cast("OrderedDict[int, object]", _global_optimizer_pre_hooks)
+        hooks.move_to_end(before.id, last=False)
+        self._handles = [before, register_optimizer_step_post_hook(self._after)]
 
     def _before(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if id(optimizer) in self._ids:

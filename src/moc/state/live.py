@@ -208,15 +208,35 @@ class LiveState:
                     raise ConfigError(
                         f"{type(optimizer).__name__} holds a parameter (number {index}, shape "
                         f"{tuple(param.shape)}) that the model has not; was a module replaced "
-                        "after the optimizer was built?"
+                        f"after the optimizer was built?{self._untrained_like(param)}"
                     )
                 self._optimized.add(id(param))
+        self._links = _links(self.model)
         self._registered: dict[str, Region] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self.frozen: list[str] = []
         """Global names of the parameters that are left out."""
         if exclude_frozen:
             self._leave_out_frozen()
+
+    def _untrained_like(self, orphan: Tensor) -> str:
+        held = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        alike = [
+            name
+            for name, param in self.params.items()
+            if id(param) not in held and param.requires_grad and param.shape == orphan.shape
+        ]
+        return f" No optimizer holds {', '.join(alike[:_SHOWN])}, of that shape" if alike else ""
+
+    def replaced(self) -> list[str]:
+        """Names of parameters that are no longer the objects they were when this was made."""
+        if all(holder.get(key) is value for holder, key, value in self._links):
+            return []
+        now = {_canonical(n): p for n, p in self.model.named_parameters()}
+        names = [n for n in {**self.params, **now} if self.params.get(n) is not now.get(n)]
+        if not names:  # modules were wrapped, or tied ones untied and tied again
+            self._links = _links(self.model)
+        return names
 
     def _leave_out_frozen(self) -> None:
         held: dict[int, set[int]] = {}
@@ -256,6 +276,7 @@ class LiveState:
         thawed = sum(param.requires_grad for param in self._frozen.values())
         return (
             thawed,
+            len(self.replaced()),
             *(len(entry) for optimizer in self.inner for entry in optimizer.state.values()),
         )
 
@@ -320,8 +341,16 @@ class LiveState:
         """Everything that is there now.
 
         Raises:
-            StateError: a parameter that was left out as frozen is trained now.
+            StateError: a parameter that was left out as frozen is trained now, or one is another
+                object than when the manager was made.
         """
+        replaced = self.replaced()
+        if replaced:
+            raise StateError(
+                f"{', '.join(replaced[:_SHOWN])} ({len(replaced)} parameters) were added, removed or "
+                "replaced after the manager was made, so that neither it nor the optimizer holds "
+                "what the model uses; make both anew after changing modules"
+            )
         thawed = [name for name, param in self._frozen.items() if param.requires_grad]
         if thawed:
             raise StateError(
@@ -573,6 +602,16 @@ class _Put:
 
     def __call__(self) -> None:
         self.entry[self.key] = {"int": int, "float": float}[self.kind](self.tensor.item())
+
+
+def _links(model: nn.Module) -> list[tuple[Mapping[str, Any], str, object]]:
+    """(holder, key, what it holds) of every module and parameter: a quick look for a change."""
+    return [
+        (holder, key, value)
+        for module in model.modules()
+        for holder in (module._modules, module._parameters)
+        for key, value in holder.items()
+    ]
 
 
 def _can_add(dtype: torch.dtype) -> bool:
