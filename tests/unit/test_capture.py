@@ -113,7 +113,8 @@ def resumed(managers: Managers, make: Callable[[], Job], turn: Callable[..., Non
         reader = managers(again, fresh, extras=more, directory=managers.run)
         if step == 3:
             report = reader.restore()
-            assert report is not None and report.step == 3
+            assert report is not None
+            assert report.step == 3
             assert_equal(everything(again, fresh, more), then[3])
             turn(again, fresh, more, 4)
             assert_equal(everything(again, fresh, more), after)
@@ -252,7 +253,8 @@ def test_a_parameter_that_forward_writes_is_never_sealed_wrong(
     assert manager.all_steps() == [1, 2, 3]
     managers.vanish(manager)
     told = [e.text for e in events if e.kind == "warning" and "besides the optimizers" in e.text]
-    assert len(told) == 1 and "codes" in told[0]
+    assert len(told) == 1
+    assert "codes" in told[0]
     again = Codebook(write)
     fresh = adamw(again)
     managers(again, fresh).restore()
@@ -279,11 +281,12 @@ def test_a_writer_that_comes_later_tears_one_snapshot_at_most(
         model.on = step > 1
         model(batch(step))
         go.set()
-        try:
+        if step == 2 and write is in_place:
+            with pytest.raises(SaveError, match="torn: codes weight"):
+                manager.wait()
+        else:
             manager.wait()
             saved.append(step)
-        except SaveError as error:
-            assert "torn: codes weight" in str(error)
     assert saved == ([1, 3, 4] if write is in_place else [1, 2, 3, 4])
     managers.vanish(manager)
     again = Codebook(write)
@@ -340,15 +343,15 @@ def test_a_module_that_is_replaced_later_is_named(managers: Managers) -> None:
         manager.step(step)
     manager.wait()
     kept, model[2] = model[2], nn.Linear(8, DIM)
-    with pytest.raises((StateError, SaveError), match=r"2\.weight.*2\.bias"):
-        for step in (3, 4):
-            train(model, optimizer, step)
-            manager.step(step)
+    train(model, optimizer, 3)
+    with pytest.raises(StateError, match=r"2\.weight.*2\.bias"):
+        manager.step(3)
     model[2] = kept
     train(model, optimizer, 5)
     manager.step(5)
     manager.wait()
-    assert 5 in manager.all_steps() and 3 not in manager.all_steps()
+    assert 5 in manager.all_steps()
+    assert 3 not in manager.all_steps()
 
 
 def test_a_module_that_is_wrapped_later_is_the_same(managers: Managers) -> None:

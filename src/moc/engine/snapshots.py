@@ -381,9 +381,9 @@ class Snapshots:
     def _tear(self, step: int, region: Region) -> None:
         self._written.add((region.fqn, region.part))
         text = (
-            f"snapshot of step {step} is torn: {region.fqn} {region.part} changed while it was copied; something "
-            "besides the optimizers writes it (it is copied before manager.step returns from now "
-            "on; Policy(overlap=False) copies everything so)"
+            f"snapshot of step {step} is torn: {region.fqn} {region.part} changed while it was "
+            "copied; something besides the optimizers writes it (it is copied before "
+            "manager.step returns from now on; Policy(overlap=False) copies everything so)"
         )
         self._handover.counts["torn"] += 1
         self._session.note("torn", step, text=text)

@@ -347,9 +347,9 @@ class LiveState:
         replaced = self.replaced()
         if replaced:
             raise StateError(
-                f"{', '.join(replaced[:_SHOWN])} ({len(replaced)} parameters) were added, removed or "
-                "replaced after the manager was made, so that neither it nor the optimizer holds "
-                "what the model uses; make both anew after changing modules"
+                f"{', '.join(replaced[:_SHOWN])} ({len(replaced)} parameters) were added, removed "
+                "or replaced after the manager was made, so that neither it nor the optimizer "
+                "holds what the model uses; make both anew after changing modules"
             )
         thawed = [name for name, param in self._frozen.items() if param.requires_grad]
         if thawed:
