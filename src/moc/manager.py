@@ -149,6 +149,7 @@ class CheckpointManager:
         keys = [key for key, _ in told]
         prints = gather_values(group, live.fingerprint(), int)
         tokens = TokenCounter(unwrap(model), live.experts.layers, live.experts.experts, router)
+        live.routers = tokens.routers
         self._session = Session(
             group=group,
             topology=topology,

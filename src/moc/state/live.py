@@ -199,6 +199,9 @@ class LiveState:
         self.optimizers = list(optimizers)
         self.inner = [inner_optimizer(o) for o in optimizers]
         self.experts = experts or ExpertMap()
+        self.routers: tuple[str, ...] = ()
+        """Names of the routers, which may lie outside their MoE layers."""
+        self._check_names()
         self.params = {_canonical(n): p for n, p in self.model.named_parameters()}
         self._names = {id(p): n for n, p in self.params.items()}
         self._optimized: set[int] = set()
@@ -237,6 +240,23 @@ class LiveState:
         if not names:  # modules were wrapped, or tied ones untied and tied again
             self._links = _links(self.model)
         return names
+
+    def _check_names(self) -> None:
+        seen: dict[str, str] = {}
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        for name, _ in tensors:
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"{name!r} cannot be saved under this name: {error.reason}; rename it"
+                ) from error
+            other = seen.setdefault(_canonical(name), name)
+            if other != name:
+                raise ConfigError(
+                    f"{other!r} and {name!r} are one name without wrappers, {_canonical(name)!r}; "
+                    "rename one of them"
+                )
 
     def _leave_out_frozen(self) -> None:
         held: dict[int, set[int]] = {}
@@ -539,7 +559,8 @@ class LiveState:
                 yield name, _BufferOf(module, key), persistent or self._in_moe_layer(name)
 
     def _in_moe_layer(self, name: str) -> bool:
-        return any(name.startswith(f"{layer}.") for layer in self.experts.layers)
+        modules = (*self.experts.layers, *self.routers)
+        return any(not module or name.startswith(f"{module}.") for module in modules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class TokenCounter:
             )
         modules = _canonical_modules(model)
         found = _find_routers(modules, layer_names, router)
+        self.routers = tuple(found.values())
+        """Names of the routers that were found."""
         self._layers: list[_Layer] = []
         self._handles: list[RemovableHandle] = []
         self._width = max(experts_per_layer, default=0)
