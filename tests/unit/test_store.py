@@ -120,6 +120,32 @@ def test_no_temporary_file_is_left_or_listed(tmp_path):
     assert _walk(tmp_path) == [".9-9.tmp", "step", "step/.123-abc.tmp", "step/other"]
 
 
+def test_a_key_is_durable_before_a_retry_is_told_that_it_exists(tmp_path, monkeypatch):
+    """The first put fails after the name is there: without a sync, power could still take it."""
+    store = LocalStore(tmp_path)
+    store.put_new("step/zero", [b"x"])
+    synced: list[str] = []
+    failing = [True]
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir() and failing:
+            failing.clear()
+            raise OSError(errno.EIO, "no sync this time")
+        synced.append(path.name)
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StoreError, match="no sync this time"):
+        store.put_new("step/one", [b"x"])
+    assert store.exists("step/one")
+    assert "step" not in synced
+    with pytest.raises(KeyExists):
+        store.put_new("step/one", [b"x"])
+    assert "step" in synced
+
+
 def test_the_bytes_are_synced_before_the_name_and_every_folder_after_it(tmp_path, monkeypatch):
     events: list[str] = []
     real_fsync, real_link, real_replace = os.fsync, os.link, os.replace

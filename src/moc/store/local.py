@@ -72,6 +72,7 @@ class LocalStore:
     def put_new(self, key: str, chunks: Iterable[Chunk]) -> int:
         """See `Store.put_new`. An error of ``chunks`` itself passes through unchanged."""
         if self.exists(key):  # before any chunk is made
+            self._sync_names(key, self.path(key).parent)
             raise KeyExists(f"{self.path(key)} exists", key=key)
         return self._write(key, chunks, _take_name)
 
@@ -138,14 +139,24 @@ class LocalStore:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            with self._errors("name", key):
-                publish(temporary, path)
+            try:
+                with self._errors("name", key):
+                    publish(temporary, path)
+            except KeyExists:
+                self._sync_names(key, path.parent)
+                raise
         finally:
             with suppress(OSError):  # a leftover is harmless, and no listing shows it
                 os.unlink(temporary)
-        with self._errors("sync the folders of", key):
-            self._sync(path.parent)
+        self._sync_names(key, path.parent)
         return written
+
+    def _sync_names(self, key: str, folder: Path) -> None:
+        """Also before `KeyExists`: whoever put the key may have died, or failed, before its name
+        was durable, and a retry takes it for its own where the bytes are the same.
+        """
+        with self._errors("sync the folders of", key):
+            self._sync(folder)
 
     def _create(self, folder: Path) -> tuple[int, Path]:
         """Open a new temporary file, and make its folder if need be."""
