@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support import s3
 from tests.support.job import Spec
 from tests.support.tiny import Managers
 
@@ -59,3 +60,20 @@ def managers(tmp_path: Path, memory_dir: Path) -> Iterator[Managers]:
     yield made
     made.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[s3.Server]:
+    """An S3-compatible server on this machine."""
+    server = s3.Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(s3_server: s3.Server) -> Iterator[str]:
+    """``s3://`` and a new bucket of that server, which boto finds by the environment."""
+    s3_server.fail(nth=1, part="no such request")
+    with s3.environment(s3_server):
+        yield f"s3://{s3_server.make_bucket()}"
+    s3.end_loop()

@@ -14,6 +14,7 @@ MocError
 │   └── StepNotFound       the step that was asked for does not exist
 ├── DamagedError           bytes that are not what was written
 ├── StoreError             the store refused or failed an operation
+│   ├── StoreRefused       no permission; trying again does not help
 │   ├── KeyMissing         no such key
 │   └── KeyExists          a write-once key is taken
 ├── RunBusy                another job, or another model, owns the run directory
@@ -42,6 +43,7 @@ __all__ = [
     "StateError",
     "StepNotFound",
     "StoreError",
+    "StoreRefused",
     "UnsupportedValue",
 ]
 
@@ -139,6 +141,10 @@ class StoreError(MocError):
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
         self.key = key
+
+
+class StoreRefused(StoreError):
+    """The store does not permit the operation: it fails at once, and is not tried again."""
 
 
 class KeyMissing(StoreError):

@@ -22,6 +22,7 @@ from moc.errors import ConfigError, KeyExists, KeyMissing, StoreError
 from moc.store import LocalStore, Store, open_store
 from moc.store.memory import MemoryStore
 from moc.store.remote import FsspecStore
+from moc.store.s3 import S3Store
 from moc.store.wrap import FaultyStore, RecordingStore, RetryingStore
 from moc.testing.ranks import Died, run_ranks
 from moc.testing.store_suite import StoreSuite
@@ -61,6 +62,21 @@ class TestFsspecStore(StoreSuite):
     @pytest.fixture
     def store(self, memory_url: str) -> Store:
         return FsspecStore(memory_url)
+
+
+class TestS3Store(StoreSuite):
+    @pytest.fixture
+    def store(self, bucket: str) -> Store:
+        return S3Store(f"{bucket}/runs/mine")
+
+
+class TestS3StoreInParts(StoreSuite):
+    """The same with objects of a few bytes in several parts."""
+
+    @pytest.fixture
+    def store(self, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setattr("moc.store.s3._PART_BYTES", 3)
+        return S3Store(bucket)
 
 
 class TestWrappedStore(StoreSuite):
@@ -321,7 +337,7 @@ def test_a_tree_without_write_access_can_be_read(tmp_path):
     def read(_rank: int) -> object:
         if os.getuid() == 0:
             os.setuid(65534)
-        store = LocalStore(folder)
+        store = RetryingStore(LocalStore(folder), backoff_secs=1000)  # tried once
         errors = []
         for write in (
             lambda: store.put_new("step/other", [b"x"]),
@@ -366,7 +382,7 @@ def test_what_may_not_be_looked_at_is_an_error_and_not_missing(tmp_path):
                 kinds.append(type(error).__name__)
         return kinds
 
-    assert run_ranks(look, 1, init=False) == [["StoreError"] * 4]
+    assert run_ranks(look, 1, init=False) == [["StoreRefused"] * 4]
     (folder / "secret").chmod(0o700)
 
 
@@ -500,19 +516,48 @@ def naps(monkeypatch) -> list[float]:
 @pytest.mark.parametrize("error", ["store", "os"])
 def test_what_fails_is_tried_again(naps, when, error):
     script = FaultScript(nth=1, times=2, when=when, error=error)
-    store = RetryingStore(FaultyStore(MemoryStore(), script), attempts=3, backoff_secs=1)
+    store = RetryingStore(FaultyStore(MemoryStore(), script), tries=3, backoff_secs=1)
     assert store.put_new("key", [b"abc", b"", b"de"]) == 5
     assert store.get("key") == b"abcde"
-    assert naps[:2] == [1, 2][: len(naps)]
     assert naps
+    for longest, nap in zip([1, 2], naps, strict=False):
+        assert longest / 2 <= nap <= longest
 
 
 def test_the_last_failure_is_raised(naps):
     script = FaultScript(nth=1, times=3)
-    store = RetryingStore(FaultyStore(MemoryStore(), script), attempts=3, backoff_secs=0.5)
-    with pytest.raises(StoreError, match="scripted"):
+    told: list[str] = []
+    store = RetryingStore(
+        FaultyStore(MemoryStore(), script),
+        tries=3,
+        backoff_secs=0.5,
+        on_retry=lambda e: told.append(str(e)),
+    )
+    with pytest.raises(StoreError, match="operation 3"):
         store.list()
-    assert naps == [0.5, 1.0]
+    assert len(naps) == 2
+    assert ["operation 1" in told[0], "operation 2" in told[1]] == [True, True]
+    assert store.list() == []
+
+
+def test_ranks_that_fail_together_do_not_try_again_together(naps):
+    for _ in range(20):
+        faulty = FaultyStore(MemoryStore(), FaultScript(nth=1))
+        RetryingStore(faulty, tries=2, backoff_secs=1).list()
+    assert len({round(nap, 6) for nap in naps}) > 15
+    assert all(0.5 <= nap <= 1 for nap in naps)
+
+
+def test_no_try_begins_after_the_deadline(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("moc.knobs.monotonic", lambda: clock[0])
+    monkeypatch.setattr("moc.knobs.sleep", lambda secs: clock.__setitem__(0, clock[0] + secs))
+    faulty = FaultyStore(MemoryStore(), FaultScript(nth=1, times=0))
+    store = RetryingStore(faulty, tries=1000, backoff_secs=1, deadline_secs=20)
+    with pytest.raises(StoreError, match="scripted"):
+        store.get("key")
+    assert 3 <= faulty.count <= 6  # pauses of 1, 2, 4, 8, ... s at most, half of it at least
+    assert clock[0] <= 120
 
 
 def test_answers_are_not_tried_again(naps):

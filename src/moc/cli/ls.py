@@ -7,7 +7,7 @@ from typing import Any
 
 from moc.cli import draw
 from moc.persist.survey import Survey, survey
-from moc.store import open_store
+from moc.store import open_patiently
 
 __all__ = ["add_arguments", "run"]
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MocError: there is no run, or it cannot be read.
     """
-    store = open_store(args.run)
+    store = open_patiently(args.run)
     found = survey(store)
     if args.json:
         draw.put_json(_facts(args.run, found))

@@ -14,7 +14,7 @@ from moc.core.versions import AttemptRecord, Timeline, Version
 from moc.errors import DamagedError, MocError, NothingValid, StepNotFound
 from moc.persist.commit import load_manifest
 from moc.persist.survey import Survey, survey
-from moc.store import Store, open_store
+from moc.store import Store, open_patiently
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MocError: there is no such run or step, or it cannot be read.
     """
-    store = open_store(args.run)
+    store = open_patiently(args.run)
     found = survey(store)
     manifest = _pick(store, found, args.step)
     if args.json:

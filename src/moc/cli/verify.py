@@ -12,7 +12,7 @@ import msgspec
 from moc import knobs
 from moc.cli import draw
 from moc.persist.verify import VerifyReport, verify
-from moc.store import open_store
+from moc.store import open_patiently
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MocError: there is no such run or step.
     """
-    store = open_store(args.run)
+    store = open_patiently(args.run)
     began = knobs.monotonic()
     with _bar() as bar:
         report = verify(store, None if args.step is None else [args.step], bar.update)

@@ -30,7 +30,7 @@ from moc.core.manifest import (
 )
 from moc.core.piece import PieceRecord
 from moc.core.versions import Timeline, Version
-from moc.errors import DamagedError, KeyExists, KeyMissing, MocError, StoreError
+from moc.errors import DamagedError, KeyMissing, MocError, StoreError
 from moc.persist.commit import (
     commit,
     load_manifest,
@@ -59,12 +59,10 @@ from moc.persist.messages import (
 from moc.persist.writer import digest_records, read_seal, shared_buffer, write_file
 from moc.store import open_store
 from moc.store.base import Store
-from moc.store.wrap import FaultyStore
+from moc.store.wrap import FaultyStore, RetryingStore
 
 __all__ = ["Agent", "main"]
 
-_TRIES = 3
-_FIRST_BACKOFF_SECS = 0.05
 _HEARTBEAT_SECS = 1.0  # how often an idle helper looks whether its trainer lives
 _POLL_SECS = (0.01, 0.5)  # first and longest pause between looks for receipts
 
@@ -95,10 +93,9 @@ class Agent:
     def __init__(self, hello: Hello, store: Store, channel: Channel) -> None:
         """Work for the trainer that said hello."""
         self._hello = hello
-        self._store = store
+        self._store = RetryingStore(store, on_retry=self._warn)
         self._channel = channel
         self._parts: dict[Version, _Files] = {}
-        self._split: tuple[Version, Split, Manifest | None] | None = None
         self._awaited: Version | None = None
         self._since = 0.0
         self._deadline = 0.0
@@ -140,25 +137,13 @@ class Agent:
         self._deadline = min(self._deadline, knobs.monotonic() + secs)
 
     def _attempt(self, version: Version, work, message) -> None:  # type: ignore[no-untyped-def]
-        """Run a persist, again from the sealed buffer if the store fails; report the outcome."""
-        pause = _FIRST_BACKOFF_SECS
-        for left in reversed(range(_TRIES)):
-            try:
-                work(message)
-                return
-            except (StoreError, OSError) as error:
-                path = getattr(error, "key", "") or getattr(error, "filename", "") or ""
-                if not left:
-                    self._parts.pop(version, None)
-                    self._say(Failed(version, str(error), str(path)))
-                    return
-                self._say(Warned(f"persist of step {version} failed, trying again: {error}"))
-            except MocError as error:
-                self._parts.pop(version, None)
-                self._say(Failed(version, str(error), ""))
-                return
-            knobs.sleep(pause)
-            pause *= 4
+        """Run a persist and report the outcome. The store has its own tries, and tells of them."""
+        try:
+            work(message)
+        except (MocError, OSError) as error:
+            self._parts.pop(version, None)
+            path = getattr(error, "key", "") or getattr(error, "filename", "") or ""
+            self._say(Failed(version, str(error), str(path)))
 
     def _persist_part(self, message: PersistPart) -> None:
         with shared_buffer(message.buffer) as view:
@@ -177,7 +162,7 @@ class Agent:
             files = self._parts.get(version, _Files()).copy()
             head = msgspec.structs.replace(seal.head, saved=message.saved)
             wanted = [records[i] for _, indices in message.files for i in indices]
-            fate, base = self._decide(version, head, wanted)
+            fate, base = self._decide(head, wanted)
             skipped = {r.piece for r in fate.referenced}
             for key, indices in message.files:
                 chosen = [records[i] for i in indices if records[i].piece not in skipped]
@@ -190,18 +175,16 @@ class Agent:
                 assert base is not None
                 files.add(base.files[index], found)
             # Still under the lock: whoever waits for the lock finds the receipt, too.
-            self._put_receipt(
-                Receipt(
-                    version=version,
-                    rank=hello.rank,
-                    world_size=hello.world_size,
-                    files=files.infos,
-                    pieces=files.pieces,
-                    head=head if hello.rank == 0 else None,
-                )
+            receipt = Receipt(
+                version=version,
+                rank=hello.rank,
+                world_size=hello.world_size,
+                files=files.infos,
+                pieces=files.pieces,
+                head=head if hello.rank == 0 else None,
             )
+            self._store.put_new(receipt_key(version, hello.rank), [encode_json(receipt)])
         self._parts.pop(version, None)
-        self._split = None
         nbytes = sum(f.nbytes for f in files.infos if f.is_of(version))
         referenced = sum(r.piece.nbytes for r in fate.referenced)
         self._say(Persisted(version, nbytes, knobs.monotonic() - start, referenced))
@@ -213,22 +196,20 @@ class Agent:
             self._pause = _POLL_SECS[0]
 
     def _decide(
-        self, version: Version, head: CommitHead, records: Sequence[PieceRecord]
+        self, head: CommitHead, records: Sequence[PieceRecord]
     ) -> tuple[Split, Manifest | None]:
-        """Which pieces are referenced: decided once per save, so that a retry writes the same."""
-        if self._split is None or self._split[0] != version:
-            base, fate = None, Split()
-            # Without a base there is nothing to rest on; the commit will say what it needs.
-            with contextlib.suppress(KeyMissing, DamagedError):
-                base = load_manifest(self._store, head.base) if head.base else None
-            if base is not None:
-                same = unchanged(records, base)
-                used = {r.file for r in same}
-                infos = [base.files[i] for i in sorted(used)]
-                unsound = [info.key for info in infos if not self._is_sound(info)]
-                fate = split(same, head.saved, base, unsound)
-            self._split = version, fate, base
-        return self._split[1:]
+        """Which pieces are referenced."""
+        base, fate = None, Split()
+        # Without a base there is nothing to rest on; the commit will say what it needs.
+        with contextlib.suppress(KeyMissing, DamagedError):
+            base = load_manifest(self._store, head.base) if head.base else None
+        if base is not None:
+            same = unchanged(records, base)
+            used = {r.file for r in same}
+            infos = [base.files[i] for i in sorted(used)]
+            unsound = [info.key for info in infos if not self._is_sound(info)]
+            fate = split(same, head.saved, base, unsound)
+        return fate, base
 
     def _is_sound(self, info: FileInfo) -> bool:
         """Whether a file may be referenced, as far as can be told without reading it."""
@@ -238,14 +219,6 @@ class Agent:
             )
         except KeyMissing:
             return False
-
-    def _put_receipt(self, receipt: Receipt) -> None:
-        key, data = receipt_key(receipt.version, receipt.rank), encode_json(receipt)
-        try:
-            self._store.put_new(key, [data])
-        except KeyExists:
-            if self._store.get(key) != data:
-                raise
 
     def _digest(self, message: Digest) -> None:
         try:
@@ -304,6 +277,9 @@ class Agent:
                 self._say(Pruned(list(plan.retire), len(plan.delete)))
         except (MocError, OSError) as error:
             self._say(Warned(f"after the commit of step {version}: {error}"))
+
+    def _warn(self, error: Exception) -> None:
+        self._say(Warned(f"trying again: {error}"))
 
     def _say(self, message: object) -> None:
         try:

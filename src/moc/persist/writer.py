@@ -13,7 +13,7 @@ from moc.core.manifest import FileInfo, Seal, decode_json, seal_path
 from moc.core.piece import PieceRecord
 from moc.core.safetensors import in_file_order, lay_out, make_header
 from moc.core.versions import Version
-from moc.errors import DamagedError, KeyExists, StoreError
+from moc.errors import DamagedError
 from moc.store.base import Store
 
 __all__ = ["digest_records", "read_seal", "shared_buffer", "write_file"]
@@ -88,7 +88,8 @@ def write_file(
         The file, and records of where the pieces lie in it (file index 0).
 
     Raises:
-        StoreError: the store failed, or the key holds other bytes.
+        StoreError: the store failed.
+        KeyExists: the key holds other bytes.
     """
     by_name = {r.piece.name: r for r in records}
     pieces = in_file_order(r.piece for r in records)
@@ -100,28 +101,9 @@ def write_file(
         for r in lay_out(pieces, len(header))
     ]
 
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield header
-        for piece in pieces:
-            start = by_name[piece.name].offset
-            yield view[start : start + piece.nbytes]
-
-    nbytes = len(header) + sum(p.nbytes for p in pieces)
-    try:
-        store.put_new(key, chunks())
-    except KeyExists:
-        # A retry after a put whose effect took place and whose answer was lost.
-        _check_same(store, key, header, written, nbytes)
+    # Views, not copies; a sequence, so that the store can try again.
+    starts = [by_name[piece.name].offset for piece in pieces]
+    views = [view[s : s + p.nbytes] for s, p in zip(starts, pieces, strict=True)]
+    nbytes = store.put_new(key, [header, *views])
     return FileInfo(key, nbytes, digest_bytes(header)), written
 
-
-def _check_same(
-    store: Store, key: str, header: bytes, records: Sequence[PieceRecord], nbytes: int
-) -> None:
-    same = store.size(key) == nbytes and store.get(key, 0, len(header)) == header
-    for record in records:
-        same = same and record.digest == digest_bytes(
-            store.get(key, record.offset, record.piece.nbytes)
-        )
-    if not same:
-        raise StoreError(f"{key} exists with other bytes; keys are written once", key=key)

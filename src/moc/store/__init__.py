@@ -7,8 +7,9 @@ import os
 from moc.errors import ConfigError
 from moc.store.base import Store
 from moc.store.local import LocalStore
+from moc.store.wrap import RetryingStore
 
-__all__ = ["LocalStore", "Store", "open_store"]
+__all__ = ["LocalStore", "Store", "open_patiently", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -31,6 +32,17 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         if not path.startswith("/"):
             raise ConfigError(f"{text}: file:// takes an absolute path, file:///folder")
         return LocalStore(path)
-    from moc.store.remote import FsspecStore  # here, because fsspec costs 0.2 s
+    # Here, because fsspec costs 0.2 s.
+    if text.startswith(("s3://", "s3a://")):
+        from moc.store.s3 import S3Store
+
+        return S3Store(text)
+    from moc.store.remote import FsspecStore
 
     return FsspecStore(text)
+
+
+def open_patiently(url: str | os.PathLike[str]) -> Store:
+    """The store of a run, to read it: a service gets several tries, a folder answers at once."""
+    store = open_store(url)
+    return store if isinstance(store, LocalStore) else RetryingStore(store)

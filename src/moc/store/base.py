@@ -9,12 +9,12 @@ wrappers (`moc.store.wrap`), not flags.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from moc.errors import StoreError
 
-__all__ = ["Chunk", "Names", "Store", "check_key", "check_prefix", "is_temporary"]
+__all__ = ["Chunk", "Names", "Store", "check_key", "check_prefix", "in_blocks", "is_temporary"]
 
 Chunk = bytes | bytearray | memoryview
 
@@ -25,7 +25,10 @@ _TEMPORARY = re.compile(r"\..*\.tmp")
 
 
 class Store(Protocol):
-    """Bytes by key. Every operation blocks; all failures are `moc.errors.StoreError`."""
+    """Bytes by key. Every operation blocks; all failures are `moc.errors.StoreError`.
+
+    Those that no time mends, such as a lack of permission, are `moc.errors.StoreRefused`.
+    """
 
     @property
     def url(self) -> str:
@@ -53,7 +56,7 @@ class Store(Protocol):
             The number of bytes written.
 
         Raises:
-            KeyExists: the key is taken; nothing was changed.
+            KeyExists: the key is taken; nothing was changed. What holds it is durable.
         """
         ...
 
@@ -110,3 +113,24 @@ def check_prefix(prefix: str) -> str:
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is unfinished, or the leftover of a writer that died."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def in_blocks(chunks: Iterable[Chunk], block_bytes: int) -> Iterator[bytes]:
+    """The same bytes in blocks of one length, the last one shorter; holds one block at a time."""
+    block = bytearray()
+    for chunk in chunks:
+        with memoryview(chunk) as view:
+            if not view.nbytes:
+                continue  # an empty view cannot be cast
+            with view.cast("B") as data:
+                done = 0
+                while done < len(data):
+                    end = done + block_bytes - len(block)
+                    with data[done:end] as part:
+                        block += part
+                    done = end
+                    if len(block) == block_bytes:
+                        yield bytes(block)
+                        block.clear()
+    if block:
+        yield bytes(block)

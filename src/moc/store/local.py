@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moc.errors import KeyExists, KeyMissing, StoreError
+from moc.errors import KeyExists, KeyMissing, StoreError, StoreRefused
 from moc.store.base import Chunk, Names, check_key, check_prefix, is_temporary
 
 __all__ = ["LocalStore"]
@@ -27,6 +27,7 @@ _ATTEMPTS = 20
 """Tries against folders that come and go: a writer makes one while a deleter removes it."""
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -228,7 +229,8 @@ class LocalStore:
             text = f"cannot {verb} {key!r} at {path}: {error.strerror or error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 text += f" (needs {needed:,} bytes or more; {_room(self.root)})"
-            raise StoreError(text, key=key) from error
+            kind = StoreRefused if error.errno in _REFUSED else StoreError
+            raise kind(text, key=key) from error
 
 
 def _take_name(temporary: Path, path: Path) -> None:

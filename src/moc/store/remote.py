@@ -2,14 +2,15 @@
 
 There is no temporary name and no link here: one put of the whole object is the commit. Whether
 a put is atomic and durable when it returns is the service's promise (S3, GCS and Azure give it).
-Whether `FsspecStore.put_new` is exclusive is too: it asks for it (``mode="create"``), S3 and GCS
-implementations make that a conditional put, others merely look first, so that of two writers at
-the same moment the second may win unseen. MoC does not rest on it alone: keys of a step carry
-the attempt, and a run has one coordinator.
+Whether `FsspecStore.put_new` is exclusive is too: it asks for it (``mode="create"``), gcsfs makes
+that a conditional put, others merely look first, so that of two writers at the same moment the
+second may win unseen. MoC does not rest on it alone: keys of a step carry the attempt, and a run
+has one coordinator. S3 has a store of its own, `moc.store.s3`.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 import fsspec
 
-from moc.errors import ConfigError, KeyExists, KeyMissing, StoreError
+from moc.errors import ConfigError, KeyExists, KeyMissing, StoreError, StoreRefused
 from moc.store.base import Chunk, Names, check_key, check_prefix, is_temporary
 
 __all__ = ["FsspecStore"]
@@ -37,17 +38,34 @@ class FsspecStore:
     """
 
     def __init__(self, url: str) -> None:
+        self.url = url
         try:
-            # A listing that fsspec remembers does not show what other ranks wrote since.
-            self._fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
+            fs, root = self._connect()
         except (ImportError, ValueError) as error:
             scheme = url.split("://", 1)[0]
             raise ConfigError(
                 f"no store for {scheme}:// ({url}): {error}. Give a folder, file://, or a scheme "
                 "of fsspec whose package is installed (s3: s3fs, gs: gcsfs, az: adlfs)"
             ) from error
-        self.url = url
+        self._systems: dict[int, Any] = {os.getpid(): fs}
         self._root: str = root.rstrip("/")
+
+    def _connect(self) -> tuple[Any, str]:
+        """A file system, and where the url lies in it."""
+        # A listing that fsspec remembers does not show what other ranks wrote since.
+        fs, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        return fs, root
+
+    @property
+    def _fs(self) -> Any:
+        """A forked child makes its own: connections, and the thread behind them, stay behind.
+
+        The parent's is kept, untouched: the end of it would talk to a thread that is not there.
+        """
+        fs = self._systems.get(os.getpid())
+        if fs is None:
+            fs = self._systems[os.getpid()] = self._connect()[0]
+        return fs
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See `Store.get`."""
@@ -158,5 +176,9 @@ class FsspecStore:
             raise
         except FileExistsError as error:
             raise KeyExists(f"{self.url}: {key} exists", key=key) from error
+        except PermissionError as error:
+            raise StoreRefused(
+                f"not permitted to {verb} {key!r} in {self.url}: {error}", key=key
+            ) from error
         except Exception as error:  # each package has errors of its own, and not all are OSErrors
             raise StoreError(f"cannot {verb} {key!r} in {self.url}: {error}", key=key) from error

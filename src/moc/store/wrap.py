@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from moc import knobs
 from moc.core.faults import FaultScript
-from moc.errors import KeyExists, KeyMissing, StoreError
-from moc.store.base import Chunk, Names, Store, check_key, check_prefix
+from moc.errors import KeyExists, StoreError
+from moc.store.base import Chunk, Names, Store, check_key, check_prefix, in_blocks
+from moc.store.retry import Retries
 
 __all__ = ["FaultyStore", "RecordingStore", "RetryingStore"]
 
 T = TypeVar("T")
+
+_COMPARED_BYTES = 16 << 20  # read at once to see whose bytes a key holds
 
 
 class _Wrapper:
@@ -131,24 +133,30 @@ class RecordingStore(_Wrapper):
 
 
 class RetryingStore(_Wrapper):
-    """Tries again after a failure, waiting twice as long each time.
+    """Tries again after a failure, as `moc.store.retry.Retries` says.
 
-    `KeyMissing` and `KeyExists` are answers, not failures. A `put_new` that failed may have taken
-    place: a key that is there at the next try counts as ours iff it holds the same bytes. It is
-    tried again only if its chunks are a sequence, as others can be read only once.
+    `KeyMissing`, `KeyExists` and `StoreRefused` are answers, not failures. A `put_new` that failed
+    may have taken place: a key that is there at the next try counts as ours iff it holds the same
+    bytes. It is tried again only if its chunks are a sequence, as others can be read only once.
 
     Args:
         inner: the store that may fail.
-        attempts: how often to try in all.
-        backoff_secs: wait before the second try.
+        tries: how often to try in all.
+        backoff_secs: longest pause before the second try; it doubles with each.
+        deadline_secs: after so long since the first try, a failure is final.
+        on_retry: called with each error that is not final.
     """
 
-    def __init__(self, inner: Store, attempts: int = 4, backoff_secs: float = 0.1) -> None:
-        if attempts < 1:
-            raise ValueError(f"at least one attempt: {attempts}")
+    def __init__(
+        self,
+        inner: Store,
+        tries: int = 5,
+        backoff_secs: float = 0.1,
+        deadline_secs: float = 60.0,
+        on_retry: Callable[[Exception], None] | None = None,
+    ) -> None:
         super().__init__(inner)
-        self._attempts = attempts
-        self._backoff_secs = backoff_secs
+        self._retries = Retries(tries, backoff_secs, deadline_secs, on_retry)
 
     def put_new(self, key: str, chunks: Iterable[Chunk]) -> int:
         """See `Store.put_new`."""
@@ -171,23 +179,15 @@ class RetryingStore(_Wrapper):
         return self._call("put_new", key, operation)
 
     def _holds(self, key: str, chunks: Sequence[Chunk]) -> bool:
-        """Whether a key has exactly these bytes; reads it chunk by chunk."""
+        """Whether a key has exactly these bytes; reads it block by block."""
         offset = 0
-        for chunk in chunks:
-            nbytes = memoryview(chunk).nbytes
-            if nbytes and self.inner.get(key, offset, nbytes) != bytes(chunk):
+        for block in in_blocks(chunks, _COMPARED_BYTES):
+            if self.inner.get(key, offset, len(block)) != block:
                 return False
-            offset += nbytes
+            offset += len(block)
         return self.inner.size(key) == offset
 
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
         check = check_prefix if verb in ("list", "children") else check_key
         check(key)  # no time makes a bad key a good one
-        for attempt in range(self._attempts - 1):
-            try:
-                return operation()
-            except (KeyMissing, KeyExists):
-                raise
-            except (StoreError, OSError):
-                knobs.sleep(self._backoff_secs * 2**attempt)
-        return operation()
+        return self._retries.run(operation)

@@ -109,7 +109,7 @@ class StoreSuite:
         def write(number: int) -> int | None:
             start.wait(10)
             try:
-                store.put_new("new/folder/key", [b"%d" % number] * 1000)
+                store.put_new("new/folder/key", [b"%d" % number] * 100)
             except KeyExists:
                 return None
             return number
@@ -117,7 +117,7 @@ class StoreSuite:
         with ThreadPoolExecutor(4) as pool:
             winners = [number for number in pool.map(write, range(4)) if number is not None]
         assert len(winners) == 1
-        assert store.get("new/folder/key") == b"%d" % winners[0] * 1000
+        assert store.get("new/folder/key") == b"%d" % winners[0] * 100
         assert store.list() == ["new/folder/key"]
 
     def test_chunks_that_fail_leave_nothing(self, store: Store) -> None:
