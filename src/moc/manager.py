@@ -329,7 +329,7 @@ class CheckpointManager:
         store = self._session.store
         timeline = load_timeline(store)
         steps = []
-        for version in versions_in(store):
+        for version in versions_in(store, timeline):
             if timeline.is_live(version):
                 try:
                     steps.append(load_manifest(store, version).version.step)

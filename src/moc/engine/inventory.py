@@ -98,7 +98,7 @@ def read_store(session: Session) -> StoreFacts:
         problems = [] if session.is_read_only else roll_forward(store, timeline)[1]
         unborn: list[Version] = []
         manifests: list[Manifest] = []
-        for version in filter(timeline.is_live, versions_in(store)):
+        for version in filter(timeline.is_live, versions_in(store, timeline)):
             try:
                 manifests.append(load_manifest(store, version))
             except KeyMissing:

@@ -96,6 +96,8 @@ class Agent:
         self._store = RetryingStore(store, on_retry=self._warn)
         self._channel = channel
         self._parts: dict[Version, _Files] = {}
+        self._committed: list[Version] = []
+        self._timeline = Timeline()
         self._awaited: Version | None = None
         self._since = 0.0
         self._deadline = 0.0
@@ -235,11 +237,11 @@ class Agent:
         manifest, trouble = None, ""
         try:
             manifest = commit(self._store, version)
-            if manifest is not None and not load_timeline(self._store).is_live(version):
+            if manifest is not None and not self._look_at_attempts().is_live(version):
                 self._give_up("a later attempt has taken this run over; its restore went back")
                 return
             if manifest is None and is_late:
-                missing = missing_receipts(self._store, version, self._hello.world_size)
+                missing = [*missing_receipts(self._store, version, self._hello.world_size)]
                 trouble = f"no receipt of ranks {missing} within the deadline"
         except (StoreError, OSError, DamagedError) as error:
             trouble = f"commit failed until the deadline: {error}"
@@ -249,7 +251,7 @@ class Agent:
             nbytes = sum(f.nbytes for f in manifest.files if f.is_of(version))
             secs = knobs.monotonic() - self._since
             self._say(Committed(version, nbytes, secs, manifest.referenced_bytes))
-            self._after_commit(version)
+            self._after_commit(manifest)
         elif is_late:
             self._give_up(trouble)
         else:
@@ -260,17 +262,26 @@ class Agent:
             self._say(Abandoned(self._awaited, reason))
         self._awaited = None
 
-    def _after_commit(self, version: Version) -> None:
-        """The hint for people, and retention; neither costs a checkpoint when it fails."""
-        hello = self._hello
+    def _look_at_attempts(self) -> Timeline:
+        """The attempts of the run; one request where there is no new one."""
+        self._timeline = load_timeline(self._store, self._timeline)
+        return self._timeline
+
+    def _after_commit(self, manifest: Manifest) -> None:
+        """The hint, and retention; neither costs a checkpoint when it fails."""
+        hello, version = self._hello, manifest.version
+        self._committed += [v for v in (manifest.head.base, version) if v is not None]
         try:
             self._store.put("latest", f"{version.step}\n".encode())
             if hello.keep_latest_k is None:
                 return
-            timeline: Timeline = load_timeline(self._store)
+            timeline = self._look_at_attempts()
             if timeline.head != hello.attempt:
                 return  # a later attempt owns the run now; pruning is its business
-            plan = plan_sweep(self._store, timeline, hello.keep_latest_k, hello.keep_every)
+            plan = plan_sweep(
+                self._store, timeline, hello.keep_latest_k, hello.keep_every, self._committed
+            )
+            self._committed = [v for v in self._committed if v not in plan.retire]
             for problem in prune(self._store, plan):
                 self._say(Warned(problem))
             if plan.retire or plan.delete:

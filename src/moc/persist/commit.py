@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from moc import knobs
 from moc.choose.retention import ManifestFacts, Sweep, sweep
 from moc.core.manifest import (
@@ -34,10 +36,29 @@ __all__ = [
 ]
 
 
-def load_timeline(store: Store) -> Timeline:
-    """All attempts of a run."""
-    keys = [key for key in store.list("attempts") if parse_attempt_key(key) is not None]
-    return Timeline.of([decode_json(store.get(key), AttemptRecord, key) for key in keys])
+def load_timeline(store: Store, known: Timeline | None = None) -> Timeline:
+    """All attempts of a run.
+
+    Their keys are consecutive numbers, so a listing that lags hides none: what comes after the
+    newest that is known or listed is asked for by its key.
+
+    Args:
+        store: of the run.
+        known: what was loaded before, and is not read again; saves the listing as well.
+    """
+    records = {a.attempt: a for a in known.attempts} if known else {}
+    listed = [] if records else [parse_attempt_key(key) for key in store.list("attempts")]
+    newest = max([n for n in listed if n is not None] + [*records], default=0)
+    number = 1
+    while True:
+        if number not in records:
+            key = attempt_key(number)
+            try:
+                records[number] = decode_json(store.get(key), AttemptRecord, key)
+            except KeyMissing:  # somebody may have deleted an old one
+                if number > newest:
+                    return Timeline.of([*records.values()])
+        number += 1
 
 
 def put_attempt(store: Store, record: AttemptRecord) -> None:
@@ -49,10 +70,47 @@ def put_attempt(store: Store, record: AttemptRecord) -> None:
     store.put_new(attempt_key(record.attempt), [encode_json(record)])
 
 
-def versions_in(store: Store) -> list[Version]:
-    """Versions that have a folder, committed or not; names that merely look alike are skipped."""
-    found = (parse_step_dir(name) for name in store.children())
-    return sorted(v for v in found if v is not None)
+def versions_in(
+    store: Store, timeline: Timeline | None = None, known: Sequence[Version] = ()
+) -> list[Version]:
+    """Versions that have a folder, committed or not; names that merely look alike are skipped.
+
+    A listing may lag. So with a timeline, a committed version that it lacks is found by its key
+    all the same, if it is known, or live and the one that ``latest`` speaks of, or what such a
+    one builds on. The hint itself decides nothing: what it names counts if the manifest exists.
+    """
+    listed = {v for v in map(parse_step_dir, store.children()) if v is not None}
+    if timeline is None:
+        return sorted(listed)
+    hinted = [] if (step := _hint(store)) is None else [step]
+    live = [v for s in hinted for v in (Version(s, a.attempt) for a in timeline.attempts)]
+    live = [v for v in live if timeline.is_live(v)]
+    # One of them is committed at most; the listed one, as nearly always, is it.
+    unlisted = [] if listed.intersection(live) else live
+    unlisted += [v for v in known if v not in listed]
+    found: set[Version] = set()
+    while unlisted:
+        version = unlisted.pop()
+        if version in listed or version in found:
+            continue
+        try:
+            base = load_manifest(store, version).head.base
+        except KeyMissing:
+            continue
+        except DamagedError:
+            base = None
+        found.add(version)
+        unlisted += [base] if base else []
+    return sorted(listed | found)
+
+
+def _hint(store: Store) -> int | None:
+    """The step that ``latest`` names; None where it is missing or anything else stands there."""
+    try:
+        text = store.get("latest")
+    except KeyMissing:
+        return None
+    return int(text) if text.strip().isdigit() else None
 
 
 def load_manifest(store: Store, version: Version) -> Manifest:
@@ -69,10 +127,13 @@ def load_manifest(store: Store, version: Version) -> Manifest:
     return manifest
 
 
-def missing_receipts(store: Store, version: Version, world_size: int) -> list[int]:
-    """Ranks whose receipts are not there yet."""
+def missing_receipts(store: Store, version: Version, world_size: int) -> Iterator[int]:
+    """Ranks whose receipts are not there yet, in order; what a listing lacks is looked for."""
     names = set(store.children(step_dir(version)))
-    return [r for r in range(world_size) if receipt_key(version, r).rpartition("/")[2] not in names]
+    for rank in range(world_size):
+        key = receipt_key(version, rank)
+        if key.rpartition("/")[2] not in names and not store.exists(key):
+            yield rank
 
 
 def commit(store: Store, version: Version) -> Manifest | None:
@@ -81,10 +142,11 @@ def commit(store: Store, version: Version) -> Manifest | None:
     Returns:
         The manifest, or None where receipts are missing.
     """
-    if missing_receipts(store, version, 1):
+    try:
+        first = decode_json(store.get(receipt_key(version, 0)), Receipt, receipt_key(version, 0))
+    except KeyMissing:
         return None
-    first = decode_json(store.get(receipt_key(version, 0)), Receipt, receipt_key(version, 0))
-    if missing_receipts(store, version, first.world_size):
+    if any(True for _ in missing_receipts(store, version, first.world_size)):
         return None
     keys = [receipt_key(version, rank) for rank in range(first.world_size)]
     receipts = [decode_json(store.get(key), Receipt, key) for key in keys]
@@ -105,7 +167,7 @@ def roll_forward(store: Store, timeline: Timeline) -> tuple[list[Version], list[
         Versions that now exist, and one line for every commit that could not be finished.
     """
     done, problems = [], []
-    for version in versions_in(store):
+    for version in versions_in(store, timeline):
         if not timeline.is_live(version) or store.exists(manifest_key(version)):
             continue
         try:
@@ -117,11 +179,24 @@ def roll_forward(store: Store, timeline: Timeline) -> tuple[list[Version], list[
 
 
 def plan_sweep(
-    store: Store, timeline: Timeline, keep_latest_k: int | None, keep_every: int | None
+    store: Store,
+    timeline: Timeline,
+    keep_latest_k: int | None,
+    keep_every: int | None,
+    known: Sequence[Version] = (),
 ) -> Sweep:
-    """What retention would remove now."""
+    """What retention would remove now.
+
+    Args:
+        store: of the run.
+        timeline: its attempts.
+        keep_latest_k: see `sweep`.
+        keep_every: see `sweep`.
+        known: committed versions, whose files are needed even where a listing lacks them.
+    """
     facts, protect = [], []
-    for version in versions_in(store):
+    versions = versions_in(store, timeline, known)
+    for version in versions:
         try:
             manifest = load_manifest(store, version)
         except KeyMissing:
@@ -130,7 +205,7 @@ def plan_sweep(
             protect.append(version)  # evidence; `moc verify` names it
             continue
         facts.append(ManifestFacts(version, frozenset(f.key for f in manifest.files)))
-    keys = [key for v in versions_in(store) for key in store.list(step_dir(v))]
+    keys = [key for v in versions for key in store.list(step_dir(v))]
     return sweep(facts, keys, timeline, keep_latest_k, keep_every, protect)
 
 

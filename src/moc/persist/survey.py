@@ -24,7 +24,7 @@ from moc.core.manifest import (
 )
 from moc.core.versions import Timeline, Version
 from moc.errors import ConfigError, DamagedError, KeyMissing, StoreError
-from moc.persist.commit import load_timeline
+from moc.persist.commit import load_timeline, missing_receipts, versions_in
 from moc.store import LocalStore, Store
 
 __all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "find_run", "read_run", "survey"]
@@ -142,7 +142,7 @@ def survey(store: Store) -> Survey:
     run = read_run(store)
     timeline = load_timeline(store)
     names = store.children()
-    versions = sorted(v for v in map(parse_step_dir, names) if v is not None)
+    versions = versions_in(store, timeline)
     inside = {step_dir(v): set(store.children(step_dir(v))) for v in versions}
     steps: list[StepSummary] = []
     other: list[Aside] = []
@@ -152,16 +152,17 @@ def survey(store: Store) -> Survey:
         folder = step_dir(version)
         if not timeline.is_live(version):
             other.append(Aside(folder, _why_dead(timeline, version)))
-        elif "manifest.json" not in inside[folder]:
-            pending.append(version)
         else:
             try:
                 step = _summary(store, version)
+            except KeyMissing:
+                pending.append(version)
+                continue
             except (DamagedError, StoreError) as error:
                 other.append(Aside(folder, f"damaged: {error}"))
                 continue
             needed |= {f.key.partition("/")[0] for f in step.files}
-            missing = _missing_files(step, inside)
+            missing = _missing_files(store, step, inside)
             if missing:
                 told = f"damaged: it needs {missing[0]}, which is missing"
                 more = f" (and {len(missing) - 1} more)" * (len(missing) > 1)
@@ -188,9 +189,13 @@ def _summary(store: Store, version: Version) -> StepSummary:
     return step
 
 
-def _missing_files(step: StepSummary, inside: Mapping[str, set[str]]) -> list[str]:
+def _missing_files(
+    store: Store, step: StepSummary, inside: Mapping[str, set[str]]
+) -> list[str]:
+    """Files that are neither listed nor, as a listing may lag, there by their key."""
     parts = [f.key.partition("/") for f in step.files]
-    return [f"{folder}/{name}" for folder, _, name in parts if name not in inside.get(folder, ())]
+    keys = [f"{folder}/{name}" for folder, _, name in parts if name not in inside.get(folder, ())]
+    return [key for key in keys if not store.exists(key)]
 
 
 def _why_dead(timeline: Timeline, version: Version) -> str:
@@ -212,14 +217,10 @@ def _why_uncommitted(store: Store, version: Version, names: set[str]) -> str:
         world_size = decode_json(store.get(key), _Writer, key).world_size
     except (DamagedError, StoreError) as error:
         return f"not committed: {error}"
-    missing = _missing_ranks(version, names, world_size)
+    missing = [*missing_receipts(store, version, world_size)]
     if missing:
         return f"not committed: of {world_size} receipts, those of ranks {missing} are missing"
     return "not committed, though all receipts are there: the next start can finish it"
-
-
-def _missing_ranks(version: Version, names: set[str], world_size: int) -> Sequence[int]:
-    return [r for r in range(world_size) if receipt_key(version, r).partition("/")[2] not in names]
 
 
 def _looks_like_step(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -166,14 +167,21 @@ class _Verifier:
         """The timeline of all records that can be read."""
         records = []
         seen = set()
-        for key in self._store.list("attempts"):
-            number = parse_attempt_key(key)
-            if number is None:
+        listed = [parse_attempt_key(key) for key in self._store.list("attempts")]
+        newest = max((n for n in listed if n is not None), default=0)
+        for number in count(1):  # a listing may lag: the next key is asked for
+            key = attempt_key(number)
+            try:
+                data = self._store.get(key)
+            except KeyMissing:
+                if number > newest:
+                    break
+                self._add(key, "missing: which steps are live cannot be told for certain")
                 continue
             seen.add(number)
             try:
-                record = decode_json(self._store.get(key), AttemptRecord, key)
-            except (DamagedError, StoreError) as error:
+                record = decode_json(data, AttemptRecord, key)
+            except DamagedError as error:
                 self._add(key, str(error))
                 continue
             if record.attempt != number:
@@ -184,15 +192,11 @@ class _Verifier:
             if record.resumed_step < 0 or record.world_size < 1 or not _is_time(record.time):
                 self._add(key, "step, world size or time make no sense")
             records.append(record)
-        for number in sorted(set(range(1, max(seen, default=0) + 1)) - seen):
-            self._add(
-                attempt_key(number), "missing: which steps are live cannot be told for certain"
-            )
         return Timeline.of(records)
 
     def _manifests(self, timeline: Timeline, steps: Sequence[int] | None) -> list[Manifest]:
         manifests, found = [], set()
-        for version in versions_in(self._store):
+        for version in versions_in(self._store, timeline):
             if not timeline.is_live(version) or (steps is not None and version.step not in steps):
                 continue
             key = manifest_key(version)

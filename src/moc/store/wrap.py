@@ -14,14 +14,14 @@ from moc.errors import KeyExists, StoreError
 from moc.store.base import Chunk, Names, Store, check_key, check_prefix, in_blocks
 from moc.store.retry import Retries
 
-__all__ = ["FaultyStore", "RecordingStore", "RetryingStore"]
+__all__ = ["FaultyStore", "RecordingStore", "RetryingStore", "Wrapper"]
 
 T = TypeVar("T")
 
 _COMPARED_BYTES = 16 << 20  # read at once to see whose bytes a key holds
 
 
-class _Wrapper:
+class Wrapper:
     """Passes every verb on through `_call`, which is all that a wrapper changes."""
 
     def __init__(self, inner: Store) -> None:
@@ -68,7 +68,7 @@ class _Wrapper:
         raise NotImplementedError
 
 
-class FaultyStore(_Wrapper):
+class FaultyStore(Wrapper):
     """Fails when its script says so.
 
     Args:
@@ -105,7 +105,7 @@ class FaultyStore(_Wrapper):
         raise StoreError(text, key=key)
 
 
-class RecordingStore(_Wrapper):
+class RecordingStore(Wrapper):
     """Keeps a record of the operations that succeeded.
 
     Attributes:
@@ -132,7 +132,7 @@ class RecordingStore(_Wrapper):
         return result
 
 
-class RetryingStore(_Wrapper):
+class RetryingStore(Wrapper):
     """Tries again after a failure, as `moc.store.retry.Retries` says.
 
     `KeyMissing`, `KeyExists` and `StoreRefused` are answers, not failures. A `put_new` that failed
