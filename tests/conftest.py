@@ -73,7 +73,7 @@ def s3_server() -> Iterator[s3.Server]:
 @pytest.fixture
 def bucket(s3_server: s3.Server) -> Iterator[str]:
     """``s3://`` and a new bucket of that server, which boto finds by the environment."""
-    s3_server.fail(nth=1, part="no such request")
+    s3_server.script()
     with s3.environment(s3_server):
         yield f"s3://{s3_server.make_bucket()}"
     s3.end_loop()

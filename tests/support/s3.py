@@ -55,12 +55,16 @@ class Server:
         self._ask("PUT", f"/{name}", b"")
         return name
 
-    def fail(self, **script: Any) -> None:
-        """Let requests fail as `tests.support.s3_server.App` says, and forget those so far."""
+    def script(self, **script: Any) -> None:
+        """Behave as `tests.support.s3_server.App` says, and forget the requests so far."""
         self._ask("POST", "/_test", json.dumps(script).encode())
 
+    def uploads(self, bucket: str) -> int:
+        """Uploads in parts that are neither complete nor aborted."""
+        return self._ask("GET", f"/{bucket}?uploads", b"").count(b"<UploadId>")
+
     def requests(self) -> list[str]:
-        """Method and URL of every request since the last call of `fail`."""
+        """Method and URL of every request since the last call of `script`."""
         return json.loads(self._ask("GET", "/_test", b""))["requests"]
 
     def close(self) -> None:

@@ -21,8 +21,13 @@ from moto.moto_server.werkzeug_app import (
 )
 from werkzeug.serving import make_server
 
-_CODES = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied"}
-_ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>scripted</Message></Error>"
+_CODES = {
+    403: "AccessDenied",
+    412: "PreconditionFailed",
+    500: "InternalError",
+    503: "SlowDown",
+}
+_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>scripted</Message></Error>"
 
 
 class Handler(MotoRequestHandler):
@@ -35,9 +40,10 @@ class Handler(MotoRequestHandler):
 class App:
     """moto behind a script of faults.
 
-    The script, as JSON: ``nth`` (counted from 1 from when it is set), ``times``, ``status``,
-    ``when`` (before: no effect; after: the answer is lost), ``method`` and ``part`` (of the URL),
-    which restrict what counts.
+    The script, as JSON: ``nth`` (counted from 1 from when it is set) and ``times``, or ``every``;
+    ``status``; ``when`` (before: no effect; after: the answer is lost); ``method`` and ``part`` (of
+    the URL), which restrict what counts. ``ignore_conditions`` makes it a service that has no
+    conditional puts, and ``terse`` one that does not say which condition did not hold.
     """
 
     def __init__(self) -> None:
@@ -57,27 +63,37 @@ class App:
             fault = self._strikes(environ)
             if fault and fault.get("when", "before") == "before":
                 environ["wsgi.input"].read(length)
-                return self._fail(start, fault["status"])
+                return self._fail(environ, start, fault["status"])
             if fault:
                 b"".join(self._moto(environ, lambda *_: None))
-                return self._fail(start, fault["status"])
-            return [b"".join(self._moto(environ, start))]
+                return self._fail(environ, start, fault["status"])
+            if self._script.get("ignore_conditions"):
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+            told: list[Any] = []
+            body = b"".join(self._moto(environ, lambda *status: told.append(status)))
+            if told[0][0].startswith("412") and self._script.get("terse"):
+                return self._fail(environ, start, 412)
+            start(*told[0])
+            return [body]
 
     def _strikes(self, environ: dict[str, Any]) -> dict[str, Any] | None:
         script = self._script
         counts = (
-            script
+            "status" in script
             and script.get("method", environ["REQUEST_METHOD"]) == environ["REQUEST_METHOD"]
             and script.get("part", "") in environ["RAW_URI"]
         )
         if not counts:
             return None
         self._counted += 1
-        nth, times = script["nth"], script.get("times", 1)
-        return script if nth <= self._counted and (not times or self._counted < nth + times) else None
+        number, nth, times = self._counted, script.get("nth", 1), script.get("times", 1)
+        if "every" in script:
+            return None if number % script["every"] else script
+        return script if nth <= number and (not times or number < nth + times) else None
 
-    def _fail(self, start: Callable[..., Any], status: int) -> Iterable[bytes]:
-        body = _ERROR.format(_CODES[status]).encode()
+    def _fail(self, environ: Any, start: Callable[..., Any], status: int) -> Iterable[bytes]:
+        is_head = environ["REQUEST_METHOD"] == "HEAD"
+        body = b"" if is_head else _ERROR.format(_CODES[status]).encode()
         start(f"{status} scripted", [("Content-Type", "application/xml")])
         return [body]
 

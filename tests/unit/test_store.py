@@ -74,9 +74,10 @@ class TestS3StoreInParts(StoreSuite):
     """The same with objects of a few bytes in several parts."""
 
     @pytest.fixture
-    def store(self, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr("moc.store.s3._PART_BYTES", 3)
-        return S3Store(bucket)
+    def store(self, bucket: str) -> Store:
+        store = S3Store(bucket)
+        store.part_bytes = 3
+        return store
 
 
 class TestWrappedStore(StoreSuite):
@@ -411,7 +412,7 @@ def test_paths_and_urls_open_their_store(tmp_path, monkeypatch, memory_url):
     assert open_store(remote.url).get("key") == b"x"
 
 
-@pytest.mark.parametrize("url", ["nosuch://bucket/run", "file://relative/run", ""])
+@pytest.mark.parametrize("url", ["nosuch://bucket/run", "file://relative/run", "", "s3:///run", "s3://"])
 def test_what_no_store_knows_is_refused_with_a_remedy(url):
     with pytest.raises(ConfigError) as caught:
         open_store(url)

@@ -63,6 +63,7 @@ from moc.store.wrap import FaultyStore, RetryingStore
 
 __all__ = ["Agent", "main"]
 
+_PATIENCE_SECS = 60.0  # with an operation of the store that fails
 _HEARTBEAT_SECS = 1.0  # how often an idle helper looks whether its trainer lives
 _POLL_SECS = (0.01, 0.5)  # first and longest pause between looks for receipts
 
@@ -93,7 +94,9 @@ class Agent:
     def __init__(self, hello: Hello, store: Store, channel: Channel) -> None:
         """Work for the trainer that said hello."""
         self._hello = hello
-        self._store = RetryingStore(store, on_retry=self._warn)
+        # Far below what a trainer waits for this process: it hears nothing meanwhile.
+        patience = min(_PATIENCE_SECS, hello.timeout_secs / 4)
+        self._store = RetryingStore(store, deadline_secs=patience, on_retry=self._warn)
         self._channel = channel
         self._parts: dict[Version, _Files] = {}
         self._committed: list[Version] = []

@@ -39,16 +39,20 @@ class FsspecStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._systems: dict[int, Any] = {}
         try:
-            fs, root = self._connect()
+            self._root = self._open()
         except (ImportError, ValueError) as error:
             scheme = url.split("://", 1)[0]
             raise ConfigError(
                 f"no store for {scheme}:// ({url}): {error}. Give a folder, file://, or a scheme "
                 "of fsspec whose package is installed (s3: s3fs, gs: gcsfs, az: adlfs)"
             ) from error
-        self._systems: dict[int, Any] = {os.getpid(): fs}
-        self._root: str = root.rstrip("/")
+
+    def _open(self) -> str:
+        """Where the url lies in its file system."""
+        self._systems[os.getpid()], root = self._connect()
+        return root.rstrip("/")
 
     def _connect(self) -> tuple[Any, str]:
         """A file system, and where the url lies in it."""

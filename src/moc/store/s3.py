@@ -30,7 +30,7 @@ from moc.store.retry import Retries
 __all__ = ["S3Store"]
 
 _PART_BYTES = 16 << 20
-"""An object beyond this goes in parts of it. S3 wants 5 MiB or more."""
+"""S3 wants 5 MiB or more, but for the last."""
 
 _MOST_PARTS = 10_000
 _AT_ONCE = 4
@@ -46,6 +46,9 @@ class S3Store(FsspecStore):
     Args:
         url: such as ``s3://bucket/runs/my-moe``.
 
+    Attributes:
+        part_bytes: larger objects go in parts of it; more where 10,000 would not do.
+
     Raises:
         ConfigError: s3fs is not installed.
     """
@@ -54,6 +57,7 @@ class S3Store(FsspecStore):
         super().__init__(url)
         self._bucket, _, folder = self._root.partition("/")
         self._prefix = f"{folder}/" if folder else ""
+        self.part_bytes = _PART_BYTES
         self._retries = Retries()
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -80,7 +84,7 @@ class S3Store(FsspecStore):
         if self.exists(key):  # before any chunk is made
             raise KeyExists(f"{self.url}: {key} exists", key=key)
         size = sum(memoryview(c).nbytes for c in chunks) if isinstance(chunks, Sequence) else 0
-        blocks = in_blocks(chunks, max(_PART_BYTES, -(-size // _MOST_PARTS)))
+        blocks = in_blocks(chunks, max(self.part_bytes, -(-size // _MOST_PARTS)))
         first, second = next(blocks, b""), next(blocks, None)
         if second is not None:
             return self._put_parts(key, name, chain([first, second], blocks))
@@ -116,6 +120,14 @@ class S3Store(FsspecStore):
         name = self._name(key)
         with self._errors("delete", key), suppress(FileNotFoundError):
             self._call("delete_object", Key=name)
+
+    def _open(self) -> str:
+        """No connection and no thread yet: who opens a store may be about to fork."""
+        fsspec.get_filesystem_class("s3")
+        root = self.url.partition("://")[2].rstrip("/")
+        if not root or root.startswith("/"):
+            raise ValueError("it names no bucket")
+        return root
 
     def _connect(self) -> tuple[Any, str]:
         options = dict(fsspec.config.conf.get("s3", {}).get("config_kwargs", {}))
