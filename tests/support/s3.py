@@ -63,6 +63,10 @@ class Server:
         """Uploads in parts that are neither complete nor aborted."""
         return self._ask("GET", f"/{bucket}?uploads", b"").count(b"<UploadId>")
 
+    def counted(self) -> int:
+        """Requests since the last call of `script` that it concerns."""
+        return json.loads(self._ask("GET", "/_test", b""))["counted"]
+
     def requests(self) -> list[str]:
         """Method and URL of every request since the last call of `script`."""
         return json.loads(self._ask("GET", "/_test", b""))["requests"]

@@ -396,6 +396,77 @@ def test_links_to_folders_are_followed(tmp_path):
     assert store.get("moved/key") == b"x"
 
 
+# -------------------------------------------------------------- file systems that answer oddly
+
+
+@pytest.mark.parametrize("code", ["EEXIST", "ENOTEMPTY", "ESTALE"])
+@pytest.mark.parametrize(
+    "call", ["mkdir", "link", "replace", "scandir", "rmdir", "unlink", "open", "fsync", "stat"]
+)
+@pytest.mark.parametrize("took_place", [False, True])
+def test_a34_a_call_that_fails_once_costs_nothing(tmp_path, monkeypatch, call, code, took_place):
+    """As on NFS: of names that are not there, of folders that are, of answers that were lost."""
+    number = getattr(errno, code)
+    calls = 0
+    real = getattr(os, call)
+
+    def work(folder: str, failing: int) -> None:
+        """A life of a few keys; the call of this number fails, or has its answer lost."""
+        nonlocal calls
+        calls = 0
+
+        def once(*args: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls != failing:
+                return real(*args, **more)
+            if took_place:
+                answer = real(*args, **more)
+                if call == "open":
+                    os.close(answer)
+                elif call == "scandir":
+                    answer.close()
+            raise OSError(number, os.strerror(number), str(args[0]))
+
+        store = RetryingStore(LocalStore(tmp_path / folder / "run"), backoff_secs=0.0001)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, once)
+            for key in ("step-1/a", "step-1/b", "step-2/deep/c"):
+                assert store.put_new(key, [key.encode()]) == len(key)
+            store.put("latest", b"1")
+            store.put("latest", b"2")
+            assert store.children() == ["latest", "step-1", "step-2"]
+            assert store.list() == ["latest", "step-1/a", "step-1/b", "step-2/deep/c"]
+            for key in ("step-1/a", "step-1/b"):
+                store.delete(key)
+        assert store.get("step-2/deep/c") == b"step-2/deep/c"
+        assert store.get("latest") == b"2"
+        assert store.list() == ["latest", "step-2/deep/c"]
+        assert not store.exists("step-1/a")
+        with pytest.raises(KeyExists):
+            store.put_new("step-2/deep/c", [b"another"])
+
+    work("whole", 0)
+    assert calls
+    for failing in range(1, calls + 1):
+        work(f"case-{failing}", failing)
+
+
+def test_a34_a_name_that_is_taken_by_our_own_lost_answer_is_ours(tmp_path, monkeypatch):
+    """NFS sends a link again and hears that the name exists; without a retry around it."""
+    store = LocalStore(tmp_path)
+    real_link = os.link
+
+    def link(old: Path, new: Path) -> None:
+        real_link(old, new)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", link)
+    assert store.put_new("key", [b"x"]) == 1
+    with pytest.raises(KeyExists):
+        store.put_new("key", [b"x"])
+
+
 # --------------------------------------------------------------------------------- what opens what
 
 

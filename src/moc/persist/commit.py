@@ -195,8 +195,10 @@ def plan_sweep(
         known: committed versions, whose files are needed even where a listing lacks them.
     """
     facts, protect = [], []
-    versions = versions_in(store, timeline, known)
-    for version in versions:
+    todo = versions_in(store, timeline, known)
+    seen = set(todo)
+    while todo:
+        version = todo.pop()
         try:
             manifest = load_manifest(store, version)
         except KeyMissing:
@@ -205,7 +207,11 @@ def plan_sweep(
             protect.append(version)  # evidence; `moc verify` names it
             continue
         facts.append(ManifestFacts(version, frozenset(f.key for f in manifest.files)))
-    keys = [key for v in versions for key in store.list(step_dir(v))]
+        base = manifest.head.base
+        if base is not None and base not in seen:  # unless it is retired, the listing lags
+            seen.add(base)
+            todo.append(base)
+    keys = [key for key in store.list() if parse_step_dir(key.partition("/")[0]) is not None]
     return sweep(facts, keys, timeline, keep_latest_k, keep_every, protect)
 
 

@@ -143,9 +143,9 @@ class LocalStore:
             try:
                 with self._errors("name", key):
                     publish(temporary, path)
-            except KeyExists:
+            except _Taken:
                 self._sync_names(key, path.parent)
-                raise
+                raise KeyExists(f"{path} exists", key=key) from None
         finally:
             with suppress(OSError):  # a leftover is harmless, and no listing shows it
                 os.unlink(temporary)
@@ -223,8 +223,6 @@ class LocalStore:
         path = self.root / key
         try:
             yield
-        except FileExistsError as error:
-            raise KeyExists(f"{path} exists", key=key) from error
         except OSError as error:
             text = f"cannot {verb} {key!r} at {path}: {error.strerror or error}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -233,16 +231,30 @@ class LocalStore:
             raise kind(text, key=key) from error
 
 
+class _Taken(Exception):
+    """The name belongs to another file."""
+
+
 def _take_name(temporary: Path, path: Path) -> None:
-    """Give a file its name; FileExistsError where that is taken."""
+    """Give a file its name.
+
+    Raises:
+        _Taken: another file has it. What the system says is not enough: NFS may send a link twice
+            and hear of its own first one.
+    """
     try:
         os.link(temporary, path)
+    except FileExistsError:
+        if not os.path.lexists(path):
+            raise
+        if not os.path.samestat(os.lstat(temporary), os.lstat(path)):
+            raise _Taken from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         with _folder_lock(path.parent):
             if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, "taken", str(path)) from None
+                raise _Taken from None
             os.rename(temporary, path)
 
 
