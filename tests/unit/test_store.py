@@ -483,7 +483,9 @@ def test_paths_and_urls_open_their_store(tmp_path, monkeypatch, memory_url):
     assert open_store(remote.url).get("key") == b"x"
 
 
-@pytest.mark.parametrize("url", ["nosuch://bucket/run", "file://relative/run", "", "s3:///run", "s3://"])
+@pytest.mark.parametrize(
+    "url", ["nosuch://bucket/run", "file://relative/run", "", "s3:///run", "s3://"]
+)
 def test_what_no_store_knows_is_refused_with_a_remedy(url):
     with pytest.raises(ConfigError) as caught:
         open_store(url)

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"directory of the memory tier (default: MOC_MEMORY_DIR, else {_MEMORY_DIR})",
     )
     parser.add_argument(
-        "--run", metavar="RUN", help="also check the store: writes and deletes an object (17 MB where large ones go in parts)"
+        "--run",
+        metavar="RUN",
+        help="also check the store: writes and deletes small objects, and in S3 one of 16 MiB",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 

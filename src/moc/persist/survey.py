@@ -19,7 +19,6 @@ from moc.core.manifest import (
     decode_json,
     manifest_key,
     parse_step_dir,
-    receipt_key,
     step_dir,
 )
 from moc.core.versions import Timeline, Version
@@ -189,9 +188,7 @@ def _summary(store: Store, version: Version) -> StepSummary:
     return step
 
 
-def _missing_files(
-    store: Store, step: StepSummary, inside: Mapping[str, set[str]]
-) -> list[str]:
+def _missing_files(store: Store, step: StepSummary, inside: Mapping[str, set[str]]) -> list[str]:
     """Files that are neither listed nor, as a listing may lag, there by their key."""
     parts = [f.key.partition("/") for f in step.files]
     keys = [f"{folder}/{name}" for folder, _, name in parts if name not in inside.get(folder, ())]

@@ -106,4 +106,3 @@ def write_file(
     views = [view[s : s + p.nbytes] for s, p in zip(starts, pieces, strict=True)]
     nbytes = store.put_new(key, [header, *views])
     return FileInfo(key, nbytes, digest_bytes(header)), written
-

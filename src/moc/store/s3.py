@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import fsspec
 from fsspec.asyn import sync
 
-from moc.errors import KeyExists, KeyMissing, StoreError
+from moc.errors import KeyExists, StoreError
 from moc.store.base import Chunk, Names, check_key, check_prefix, in_blocks, is_temporary
 from moc.store.remote import FsspecStore
 from moc.store.retry import Retries
@@ -33,6 +34,7 @@ _PART_BYTES = 16 << 20
 """S3 wants 5 MiB or more, but for the last."""
 
 _MOST_PARTS = 10_000
+_Sent = list[dict[str, Any]]
 _AT_ONCE = 4
 """Parts on their way at the same time. A writer holds that many, and one more."""
 
@@ -61,7 +63,7 @@ class S3Store(FsspecStore):
         self._retries = Retries()
 
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See `Store.get`. One request, unless the range is empty or begins beyond the end."""
+        """See `Store.get`. One request."""
         name = self._name(key)
         if nbytes == 0:
             self.size(key)
@@ -100,13 +102,13 @@ class S3Store(FsspecStore):
 
     def list(self, prefix: str = "") -> Names:
         """See `Store.list`. One request for 1000 keys."""
-        keys = [name for name, _ in self._pages(prefix, "")]
+        keys = self._pages(prefix, "")
         return sorted(key for key in keys if not is_temporary(key.rsplit("/", 1)[-1]))
 
     def children(self, prefix: str = "") -> Names:
         """See `Store.children`. One request for 1000 names."""
         skip = len(self._folder_name(prefix)) - len(self._prefix)
-        names = {name[skip:].rstrip("/") for name, _ in self._pages(prefix, "/")}
+        names = {name[skip:].rstrip("/") for name in self._pages(prefix, "/")}
         return sorted(name for name in names if name and not is_temporary(name))
 
     def size(self, key: str) -> int:
@@ -155,12 +157,11 @@ class S3Store(FsspecStore):
         with self._errors("write", key):
             upload = self._call("create_multipart_upload", Key=name)["UploadId"]
         try:
-            done: list[dict[str, Any]] = []
+            done: _Sent = []
             nbytes = 0
             while batch := [*islice(blocks, _AT_ONCE)]:
-                with self._errors("write", key):
-                    first = len(done) + 1
-                    done += self._retries.run(lambda: self._send(name, upload, first, batch))  # noqa: B023 - runs at once
+                send = partial(self._send, key, name, upload, len(done) + 1, batch)
+                done += self._retries.run(send)
                 nbytes += sum(map(len, batch))
             with self._errors("write", key):
                 self._call(
@@ -177,25 +178,30 @@ class S3Store(FsspecStore):
             raise
         return nbytes
 
-    def _send(
-        self, name: str, upload: str, first: int, batch: Sequence[bytes]
-    ) -> list[dict[str, Any]]:
-        async def send() -> list[dict[str, Any]]:
-            parts = [
-                {"Key": name, "UploadId": upload, "PartNumber": number, "Body": block}
+    def _send(self, key: str, name: str, upload: str, first: int, batch: Sequence[bytes]) -> _Sent:
+        async def send() -> list[Any]:
+            calls = (
+                self._fs._call_s3(
+                    "upload_part",
+                    Bucket=self._bucket,
+                    Key=name,
+                    UploadId=upload,
+                    PartNumber=number,
+                    Body=block,
+                )
                 for number, block in enumerate(batch, first)
-            ]
-            calls = (self._fs._call_s3("upload_part", Bucket=self._bucket, **p) for p in parts)
-            answers = await asyncio.gather(*calls)
-            return [
-                {"PartNumber": part["PartNumber"], "ETag": answer["ETag"]}
-                for part, answer in zip(parts, answers, strict=True)
-            ]
+            )
+            # All have ended before any is sent again, or the upload aborted.
+            return await asyncio.gather(*calls, return_exceptions=True)
 
-        told: list[dict[str, Any]] = sync(self._fs.loop, send)
-        return told
+        with self._errors("write", key):
+            answers = sync(self._fs.loop, send)
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        return [{"PartNumber": n, "ETag": a["ETag"]} for n, a in enumerate(answers, first)]
 
-    def _pages(self, prefix: str, delimiter: str) -> Iterator[tuple[str, int]]:
+    def _pages(self, prefix: str, delimiter: str) -> Iterator[str]:
         """Keys (and with a delimiter, folders with their slash) below a folder."""
         wanted: dict[str, Any] = {"Prefix": self._folder_name(prefix), "Delimiter": delimiter}
         skip = len(self._prefix)
@@ -203,8 +209,8 @@ class S3Store(FsspecStore):
         while more:
             with self._errors("list", prefix):
                 page = self._call("list_objects_v2", **wanted)
-            yield from ((p["Prefix"][skip:], 0) for p in page.get("CommonPrefixes", []))
-            yield from ((o["Key"][skip:], o["Size"]) for o in page.get("Contents", []))
+            yield from (found["Prefix"][skip:] for found in page.get("CommonPrefixes", []))
+            yield from (found["Key"][skip:] for found in page.get("Contents", []))
             more = page.get("IsTruncated", False)
             wanted["ContinuationToken"] = page.get("NextContinuationToken", "")
 
