@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tests.support.job import Outcome, Spec, assert_equal, merged, run_job, wait_at
 
 import moc
-from moc.core.manifest import Manifest, manifest_key, step_dir
+from moc.core.manifest import Manifest, encode_json, manifest_key, step_dir
 from moc.core.versions import Version
 from moc.persist.commit import (
     commit,
@@ -140,7 +140,6 @@ def test_a_commit_counts_receipts_by_their_keys(store: LocalStore) -> None:
 
 def test_retention_deletes_no_file_of_a_step_that_a_listing_lacks(store: LocalStore) -> None:
     timeline, all_of_it = load_timeline(store), manifests(store)
-    newest = max(all_of_it)
     folders = [step_dir(v) for v in all_of_it]
     hidden = [[], *([f] for f in folders), *map(list, combinations(folders, 2)), folders]
     hidden += [["manifest.json"], ["safetensors"], [".receipt"], ["step-00000008", "manifest"]]
@@ -148,13 +147,26 @@ def test_retention_deletes_no_file_of_a_step_that_a_listing_lacks(store: LocalSt
         real = plan_sweep(store, timeline, keep, None)
         assert real.delete
         for parts in hidden:
-            plan = plan_sweep(hiding(store, *parts), timeline, keep, None, [newest])
+            plan = plan_sweep(hiding(store, *parts), timeline, keep, None)
             kept = set(all_of_it) - set(plan.retire)
             assert kept >= set(real.keep), parts
             needed = {f.key for v in kept for f in all_of_it[v].files}
             assert not needed.intersection(plan.delete), parts
-    nothing_hidden = plan_sweep(hiding(store), timeline, 2, None, [newest])
-    assert nothing_hidden == plan_sweep(store, timeline, 2, None)
+    assert plan_sweep(hiding(store), timeline, 2, None) == plan_sweep(store, timeline, 2, None)
+
+
+def test_retention_finds_a_step_that_stays_for_ever_by_what_builds_on_it(
+    store: LocalStore,
+) -> None:
+    """The newest step is full and needs no other; of step 6 a listing shows nothing."""
+    *_, lasting, newest = versions_in(store)
+    made = load_manifest(store, newest)
+    own = [f for f in made.files if f.is_of(newest)]
+    store.put(manifest_key(newest), encode_json(replace(made, files=own)))
+    plan = plan_sweep(hiding(store, step_dir(lasting)), load_timeline(store), 1, 6)
+    assert plan.keep == (lasting, newest)
+    assert plan.delete
+    assert not {f.key for f in load_manifest(store, lasting).files}.intersection(plan.delete)
 
 
 def test_ls_and_verify_say_of_late_listings_what_they_say_later(store: LocalStore) -> None:

@@ -67,6 +67,7 @@ def _killed_and_restored(
     )
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_persist_and_restored_from_the_bucket_alone(
     spec: Callable[..., Spec], bucket: str, s3_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,12 +101,11 @@ def test_a_late_writer_is_refused_by_a_service_that_says_it_tersely(store, s3_se
     assert store.get("key") == b"first"
 
 
-@pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_each_request_of_a_put_fails_once(store, s3_server, bucket, when, status):
+def test_each_request_of_a_put_fails_once(store, s3_server, bucket, when):
     """Tried again, the key is ours, whatever took place; and the client does not do it unseen."""
     for nth in range(1, 20):
-        s3_server.script(nth=nth, status=status, when=when)
+        s3_server.script(nth=nth, status=(500, 503)[nth % 2], when=when)
         assert patient(store).put_new(f"key-{nth}", [DATA[:50], b"", DATA[50:]]) == len(DATA)
         asked = kinds(s3_server.requests())
         s3_server.script()
@@ -275,12 +274,12 @@ def test_memory_stays_bounded_while_a_large_object_goes_out(bucket):
         store.put_new("warm-up", (block for _ in range(8)))
         gc.collect()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        store.put_new("large", (bytes(bytearray(block)) for _ in range(64)))
+        store.put_new("large", (bytes(bytearray(block)) for _ in range(32)))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     [grown_kb] = run_ranks(upload, 1, init=False)
-    assert grown_kb < 16 << 10
-    assert S3Store(bucket).size("large") == 64 << 20
+    assert grown_kb < 16 << 10  # four parts on their way, and what else there is
+    assert S3Store(bucket).size("large") == 32 << 20
 
 
 def test_a_forked_child_makes_connections_of_its_own(bucket):

@@ -99,7 +99,6 @@ class Agent:
         self._store = RetryingStore(store, deadline_secs=patience, on_retry=self._warn)
         self._channel = channel
         self._parts: dict[Version, _Files] = {}
-        self._committed: list[Version] = []
         self._timeline = Timeline()
         self._awaited: Version | None = None
         self._since = 0.0
@@ -254,7 +253,7 @@ class Agent:
             nbytes = sum(f.nbytes for f in manifest.files if f.is_of(version))
             secs = knobs.monotonic() - self._since
             self._say(Committed(version, nbytes, secs, manifest.referenced_bytes))
-            self._after_commit(manifest)
+            self._after_commit(version)
         elif is_late:
             self._give_up(trouble)
         else:
@@ -270,10 +269,9 @@ class Agent:
         self._timeline = load_timeline(self._store, self._timeline)
         return self._timeline
 
-    def _after_commit(self, manifest: Manifest) -> None:
+    def _after_commit(self, version: Version) -> None:
         """The hint, and retention; neither costs a checkpoint when it fails."""
-        hello, version = self._hello, manifest.version
-        self._committed += [v for v in (manifest.head.base, version) if v is not None]
+        hello = self._hello
         try:
             self._store.put("latest", f"{version.step}\n".encode())
             if hello.keep_latest_k is None:
@@ -281,10 +279,7 @@ class Agent:
             timeline = self._look_at_attempts()
             if timeline.head != hello.attempt:
                 return  # a later attempt owns the run now; pruning is its business
-            plan = plan_sweep(
-                self._store, timeline, hello.keep_latest_k, hello.keep_every, self._committed
-            )
-            self._committed = [v for v in self._committed if v not in plan.retire]
+            plan = plan_sweep(self._store, timeline, hello.keep_latest_k, hello.keep_every)
             for problem in prune(self._store, plan):
                 self._say(Warned(problem))
             if plan.retire or plan.delete:

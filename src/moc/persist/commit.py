@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moc import knobs
 from moc.choose.retention import ManifestFacts, Sweep, sweep
@@ -70,24 +70,21 @@ def put_attempt(store: Store, record: AttemptRecord) -> None:
     store.put_new(attempt_key(record.attempt), [encode_json(record)])
 
 
-def versions_in(
-    store: Store, timeline: Timeline | None = None, known: Sequence[Version] = ()
-) -> list[Version]:
+def versions_in(store: Store, timeline: Timeline | None = None) -> list[Version]:
     """Versions that have a folder, committed or not; names that merely look alike are skipped.
 
-    A listing may lag. So with a timeline, a committed version that it lacks is found by its key
-    all the same, if it is known, or live and the one that ``latest`` speaks of, or what such a
-    one builds on. The hint itself decides nothing: what it names counts if the manifest exists.
+    A listing may lag. So with a timeline, the live version that ``latest`` speaks of is looked for
+    by its key, and so is what it builds on. The hint decides nothing: what it names counts if the
+    manifest exists.
     """
     listed = {v for v in map(parse_step_dir, store.children()) if v is not None}
     if timeline is None:
         return sorted(listed)
-    hinted = [] if (step := _hint(store)) is None else [step]
-    live = [v for s in hinted for v in (Version(s, a.attempt) for a in timeline.attempts)]
-    live = [v for v in live if timeline.is_live(v)]
+    step = _hint(store)
+    hinted = [] if step is None else [Version(step, a.attempt) for a in timeline.attempts]
+    live = [v for v in hinted if timeline.is_live(v)]
     # One of them is committed at most; the listed one, as nearly always, is it.
     unlisted = [] if listed.intersection(live) else live
-    unlisted += [v for v in known if v not in listed]
     found: set[Version] = set()
     while unlisted:
         version = unlisted.pop()
@@ -183,19 +180,15 @@ def plan_sweep(
     timeline: Timeline,
     keep_latest_k: int | None,
     keep_every: int | None,
-    known: Sequence[Version] = (),
 ) -> Sweep:
     """What retention would remove now.
 
-    Args:
-        store: of the run.
-        timeline: its attempts.
-        keep_latest_k: see `sweep`.
-        keep_every: see `sweep`.
-        known: committed versions, whose files are needed even where a listing lacks them.
+    A listing may lack a step. A step needs its own files, which are then not listed either, and
+    files that the one it builds on needs as well: so the newest may be missing here, and any
+    other is found by what builds on it.
     """
     facts, protect = [], []
-    todo = versions_in(store, timeline, known)
+    todo = versions_in(store, timeline)
     seen = set(todo)
     while todo:
         version = todo.pop()
@@ -208,7 +201,7 @@ def plan_sweep(
             continue
         facts.append(ManifestFacts(version, frozenset(f.key for f in manifest.files)))
         base = manifest.head.base
-        if base is not None and base not in seen:  # unless it is retired, the listing lags
+        if base is not None and base not in seen:
             seen.add(base)
             todo.append(base)
     keys = [key for key in store.list() if parse_step_dir(key.partition("/")[0]) is not None]
