@@ -76,7 +76,8 @@ class CheckpointManager:
             leaves them alone; a manager without it refuses such a checkpoint and names them.
         fresh: start over at step 0; what the run already holds is off the history from then on,
             and retention removes it after the first commit.
-        on_event: called with every `Event` of this rank, on the main thread.
+        on_event: called with every `Event` of this rank, on the main thread; `moc.metrics` has
+            ready ones. What it raises is logged once and costs nothing else.
 
     Raises:
         ConfigError: a bad argument, on every rank; nothing was touched.
@@ -380,6 +381,10 @@ class CheckpointManager:
             report.step,
             secs=report.secs["total"],
             nbytes=sum(report.sources.values()),
+            slowest_rank=report.slowest_rank,
+            slowest_secs=report.slowest_secs,
+            oldest_expert_age=report.oldest_expert_age,
+            sources=report.sources,
             text=str(report),
         )
 

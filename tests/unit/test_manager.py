@@ -662,7 +662,14 @@ def test_events_tell_each_save_in_order(managers: Managers) -> None:
     with managers(model, optimizer, on_event=events.append) as manager:
         run_steps(manager, model, optimizer, [1, 2], after=lambda _: manager.wait())
     told = kinds(events, 2)
-    assert sorted(told) == ["committed", "marked", "snapshot_done", "snapshot_started", "stalled"]
+    assert sorted(told) == [
+        "committed",
+        "marked",
+        "persisted",
+        "snapshot_done",
+        "snapshot_started",
+        "stalled",
+    ]
     order = [told.index(kind) for kind in ("snapshot_started", "marked", "snapshot_done")]
     assert order == sorted(order)
     assert told[-1] == "committed"

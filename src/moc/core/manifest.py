@@ -123,6 +123,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         files: what was written, and files of older steps that hold unchanged pieces.
         pieces: where each piece lies, with digests.
         head: on rank 0 only.
+        persist_secs: from the message to persist until the files were durable, tries included.
     """
 
     version: Version
@@ -131,6 +132,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileInfo]
     pieces: list[PieceRecord]
     head: CommitHead | None = None
+    persist_secs: float = 0.0
 
 
 class Seal(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +184,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         version_lost: lost tokens at that version.
         format: version of the layout on disk.
         created: ISO-8601 UTC.
+        slowest_rank: whose persist took longest, the lowest of equals; -1 where nobody said.
+        slowest_secs: what it took.
     """
 
     version: Version
@@ -195,6 +199,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version_lost: list[list[int]]
     format: int = FORMAT
     created: str = ""
+    slowest_rank: int = -1
+    slowest_secs: float = 0.0
+
+    @property
+    def oldest_expert_age(self) -> int:
+        """Steps between this step and the oldest version of an expert in it."""
+        return max((self.version.step - v.step for row in self.versions for v in row), default=0)
 
     @property
     def own_records(self) -> list[PieceRecord]:
@@ -282,6 +293,7 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
             for record in base.experts
             if record.piece.expert not in saved[record.piece.layer]
         ]
+    slowest = max(receipts, key=lambda r: (r.persist_secs, -r.rank))
     return Manifest(
         version=first.version,
         world_size=first.world_size,
@@ -293,6 +305,8 @@ def assemble(receipts: Sequence[Receipt], base: Manifest | None, created: str = 
         version_routed=routed,
         version_lost=lost,
         created=created,
+        slowest_rank=slowest.rank if slowest.persist_secs else -1,
+        slowest_secs=slowest.persist_secs,
     )
 
 

@@ -103,7 +103,15 @@ class Handover:
         self._parts.discard(version)
         return done
 
-    def fail(self, step: int, text: str, error: Exception | None = None, path: str = "") -> None:
+    def fail(
+        self,
+        step: int,
+        text: str,
+        error: Exception | None = None,
+        *,
+        path: str = "",
+        secs: float = 0.0,
+    ) -> None:
         """Note that a save failed on this rank."""
         failure = SaveError(text, step=step, rank=self._session.rank, path=path)
         failure.__cause__ = error
@@ -111,7 +119,7 @@ class Handover:
             self.failed = max(self.failed, step)
         self._failures.append(failure)
         self.counts["failed"] += 1
-        self._session.note("failed", step, text=text)
+        self._session.note("failed", step, secs=secs, text=text)
 
     def take_failures(self, step: int | None = None) -> list[SaveError]:
         """Failures since the last time, of one step or of all."""
@@ -148,7 +156,16 @@ class Handover:
             case say.PartDone():
                 self._parts.add(message.version)
             case say.Persisted():
-                self.persisted = max(self.persisted, message.version.step)
+                step = message.version.step
+                self.persisted = max(self.persisted, step)
+                session.note(
+                    "persisted",
+                    step,
+                    time=message.time,
+                    secs=message.secs,
+                    nbytes=message.nbytes,
+                    text=_spared(message.referenced),
+                )
             case say.Failed():
                 step, where = message.version.step, message.path or "no path"
                 self.fail(
@@ -156,6 +173,7 @@ class Handover:
                     f"persist of step {step} failed on rank {session.rank} ({where}): "
                     f"{message.error}",
                     path=message.path,
+                    secs=message.secs,
                 )
             case say.Committed():
                 step = message.version.step
@@ -163,21 +181,30 @@ class Handover:
                 self.counts["committed"] += 1
                 self.committed_bytes[step] = message.nbytes
                 self.referenced_bytes[step] = message.referenced
-                text = f"{message.referenced} bytes unchanged, referenced" * bool(
-                    message.referenced
+                session.note(
+                    "committed",
+                    step,
+                    time=message.time,
+                    secs=message.secs,
+                    nbytes=message.nbytes,
+                    slowest_rank=message.slowest_rank,
+                    slowest_secs=message.slowest_secs,
+                    oldest_expert_age=message.oldest_expert_age,
+                    text=_spared(message.referenced),
                 )
-                session.note("committed", step, secs=message.secs, nbytes=message.nbytes, text=text)
             case say.Abandoned():
                 step = message.version.step
                 self.abandoned = max(self.abandoned, step)
                 self.counts["abandoned"] += 1
                 text = f"step {step} was abandoned: {message.reason}"
                 self._failures.append(SaveError(text, step=step, rank=session.rank))
-                session.note("abandoned", step, text=message.reason)
+                session.note(
+                    "abandoned", step, time=message.time, secs=message.secs, text=message.reason
+                )
             case say.Pruned():
                 steps = ", ".join(str(v.step) for v in message.versions) or "none"
                 text = f"retired steps: {steps}; {message.files} files deleted"
-                session.note("pruned", self.committed, text=text)
+                session.note("pruned", self.committed, secs=message.secs, text=text)
             case say.Warned():
                 self.counts["warnings"] += 1
                 session.note("warning", max(self.marked, 0), text=message.text)
@@ -193,3 +220,7 @@ class Handover:
         if self._helper is not None:
             self._helper.kill()  # it has closed its end, and must not write beside the next one
         self.start(self._folder)
+
+
+def _spared(nbytes: int) -> str:
+    return f"{nbytes} bytes unchanged, referenced" if nbytes else ""

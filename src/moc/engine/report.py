@@ -14,7 +14,7 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of `CheckpointManager.restore`, equal on all ranks.
 
     Attributes:
-        step: training goes on after this step.
+        step: training goes on after this step; a logger that has later ones rewinds to it.
         attempt: number of the attempt that starts now; 0 where none does (``weights_only``).
         restored_attempt: attempt that had made the step.
         sources: restored bytes by source, summed over ranks; see `SOURCES`.
@@ -27,6 +27,8 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         plt_is_estimate: the planned token count was extrapolated, not given.
         uncounted: MoE layers whose router was not found, so that no tokens were counted there.
         secs: seconds per phase: ``inventory``, ``load``, ``total``.
+        slowest_rank: the rank whose load took longest, the lowest of equals.
+        slowest_secs: what it took.
         optimizer_entries: optimizer states restored, summed over ranks.
         missing: names the model wants and the checkpoint lacks (``strict=False`` only).
         unexpected: names the checkpoint has and the model lacks (``strict=False`` only).
@@ -46,6 +48,8 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     plt_unique: float
     plt_is_estimate: bool
     secs: dict[str, float]
+    slowest_rank: int = -1
+    slowest_secs: float = 0.0
     uncounted: list[str] = []
     optimizer_entries: int = 0
     missing: list[str] = []
@@ -70,4 +74,6 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
                 else f"lost tokens are not known: no router was found in {self.uncounted[0]}"
             )
         ]
+        if not self.weights_only:
+            lines.append(f"steps after {self.step} are made again: rewind loggers to it")
         return "\n".join([*lines, *self.reasons])

@@ -88,7 +88,7 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
         _compare_plans(session, plan)
     loader.finish()
     loaded = knobs.monotonic()
-    by_class, entries = _sum_over_ranks(session, loader)
+    by_class, entries, slowest = _sum_over_ranks(session, loader, loaded - inventoried)
     sources = {name: sum(c[name] for c in by_class.values()) for name in SOURCES}
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if not wanted.weights_only:
@@ -102,6 +102,7 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
         entries,
         (missing, unexpected),
         (began, inventoried, loaded),
+        slowest,
     )
 
 
@@ -198,15 +199,22 @@ def _start_attempt(
         remove_forgotten(session.memory_dir, session.run_id, knobs.now_secs() - _FORGOTTEN_SECS)
 
 
-def _sum_over_ranks(session: Session, loader: Loader) -> tuple[dict[str, dict[str, int]], int]:
+def _sum_over_ranks(
+    session: Session, loader: Loader, secs: float
+) -> tuple[dict[str, dict[str, int]], int, tuple[int, float]]:
+    """Bytes by class and source, optimizer entries, and the slowest rank with its seconds."""
     told = gather_values(
-        session.group, (loader.nbytes, loader.entries), tuple[dict[str, dict[str, int]], int]
+        session.group,
+        (loader.nbytes, loader.entries, secs),
+        tuple[dict[str, dict[str, int]], int, float],
     )
     summed = {
-        kind: {name: sum(nbytes[kind][name] for nbytes, _ in told) for name in SOURCES}
+        kind: {name: sum(nbytes[kind][name] for nbytes, *_ in told) for name in SOURCES}
         for kind in loader.nbytes
     }
-    return summed, sum(entries for _, entries in told)
+    took = [secs for *_, secs in told]
+    slowest = max(took)
+    return summed, sum(entries for _, entries, _ in told), (took.index(slowest), slowest)
 
 
 def _report(
@@ -217,6 +225,7 @@ def _report(
     entries: int,
     names: tuple[list[str], list[str]],
     times: tuple[float, float, float],
+    slowest: tuple[int, float],
 ) -> RestoreReport:
     step = plan.version.step
     planned = planned_routed(plan.head.routed, step, session.policy.total_steps)
@@ -240,6 +249,8 @@ def _report(
             "load": loaded - inventoried,
             "total": knobs.monotonic() - began,
         },
+        slowest_rank=slowest[0],
+        slowest_secs=slowest[1],
         uncounted=[
             name
             for name, routed in zip(plan.head.layers, plan.head.routed, strict=True)

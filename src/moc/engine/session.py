@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from moc import knobs
 from moc.choose.policy import Policy
 from moc.comm.group import Group
 from moc.core.events import Event, EventKind
 from moc.core.topology import Topology
 from moc.core.versions import Timeline, Version
+from moc.metrics import LoggingSink, fan_out
 from moc.state.extras import Extras
 from moc.state.live import LiveState
 from moc.state.routers import TokenCounter
 from moc.store.base import Store
 
 __all__ = ["Session", "Totals", "host_name"]
-
-log = logging.getLogger("moc")
 
 Totals = list[list[int]]
 """Tokens by [MoE layer][expert]."""
@@ -82,6 +82,11 @@ class Session:
     weights_only: bool = False
     _events: deque[Event] = field(default_factory=deque)
 
+    def __post_init__(self) -> None:
+        """What is told goes to the log first."""
+        sinks = [LoggingSink(), *([self.on_event] if self.on_event else [])]
+        self._deliver = fan_out(*sinks)
+
     @property
     def is_foreign(self) -> bool:
         """Whether the run belongs to another model: then it is read and never written."""
@@ -117,43 +122,33 @@ class Session:
         policy = self.policy
         return max((policy.experts_per_save(n)[level] for n in self.experts_per_layer), default=0)
 
-    def note(
-        self, kind: EventKind, step: int, *, secs: float = 0.0, nbytes: int = 0, text: str = ""
-    ) -> None:
-        """Queue an event, from any thread; `flush` hands it to the callback."""
+    def note(self, kind: EventKind, step: int, *, time: float = 0.0, **facts: Any) -> None:
+        """Queue an event, from any thread; `flush` hands it to the callback.
+
+        Args:
+            kind: what happened.
+            step: to which step.
+            time: when, seconds since 1970; now by default.
+            facts: other fields of `Event`.
+        """
         self._events.append(
             Event(
                 kind=kind,
                 step=step,
                 attempt=self.attempt,
                 rank=self.rank,
-                secs=secs,
-                nbytes=nbytes,
-                text=text,
+                time=time or knobs.now_secs(),
+                **facts,
             )
         )
 
     def flush(self) -> None:
-        """Deliver queued events on the caller's thread, in order."""
+        """Deliver queued events on the caller's thread, in order.
+
+        A callback that raises costs neither training nor the error that is on its way.
+        """
         while self._events:
-            event = self._events.popleft()
-            loud = event.kind in ("failed", "torn", "abandoned", "warning")
-            if self.rank == 0 or loud:
-                log.log(logging.WARNING if loud else logging.INFO, "%s", _line(event))
-            if self.on_event is not None:
-                self.on_event(event)
-
-
-def _line(event: Event) -> str:
-    """An event for people: who speaks, what happened, and figures where there are any."""
-    parts = [f"moc: {event.kind.replace('_', ' ')}, step {event.step}, rank {event.rank}"]
-    if event.text:
-        parts.append(event.text)
-    if event.nbytes:
-        parts.append(f"{event.nbytes / 1e6:.1f} MB")
-    if event.secs:
-        parts.append(f"{event.secs:.3f} s")
-    return "; ".join(parts)
+            self._deliver(self._events.popleft())
 
 
 def host_name() -> str:

@@ -156,7 +156,6 @@ class Snapshots:
         self._on_trial = []  # two saves without an optimizer step between prove nothing
         if version not in self._recent:
             self._recent = [version, *self._recent][:HELD]
-        session.note("snapshot_started", step)
         choice = decision.choice
         if decision.full and self._exceeds_buffer(choice):
             choice = self._persist_in_rounds(version, structure, decision, state)
@@ -169,6 +168,7 @@ class Snapshots:
         buffer, view = self._take_buffer(
             max(structure.buffer_bytes, structure.header_area + nbytes)
         )
+        session.note("snapshot_started", step, nbytes=nbytes, buffer=buffer.number, role="SNAPSHOT")
         placed = list(zip(records, slots, strict=False))
         late = [(r, s) for r, s in placed if self._is_late(s.region)]
         trial = [(r, s) for r, s in late if self._needs_trial(s.region)]
@@ -210,7 +210,7 @@ class Snapshots:
         )
         if decision.marked:
             text = "full" if decision.full else f"{sum(map(len, choice.persist))} experts"
-            session.note("marked", step, nbytes=nbytes, text=text)
+            session.note("marked", step, nbytes=nbytes, buffer=buffer.number, text=text)
         persist = decision.choice if decision.marked else None
         began = knobs.monotonic()
 
@@ -232,7 +232,14 @@ class Snapshots:
             buffer.put_seal(msgspec.structs.replace(seal, head=whole))
             self._unseal_others(buffer)
             buffer.release()
-            session.note("snapshot_done", step, secs=knobs.monotonic() - began, nbytes=nbytes)
+            session.note(
+                "snapshot_done",
+                step,
+                secs=knobs.monotonic() - began,
+                nbytes=nbytes,
+                buffer=buffer.number,
+                role="PERSIST" if persist else "SNAPSHOT",
+            )
             self._hand_over(version, buffer, records, persist)
 
         self.worker.start(task)

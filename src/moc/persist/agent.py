@@ -102,6 +102,7 @@ class Agent:
         self._timeline = Timeline()
         self._awaited: Version | None = None
         self._since = 0.0
+        self._began = 0.0
         self._deadline = 0.0
         self._pause = _POLL_SECS[0]
         self._closing = False
@@ -142,12 +143,13 @@ class Agent:
 
     def _attempt(self, version: Version, work, message) -> None:  # type: ignore[no-untyped-def]
         """Run a persist and report the outcome. The store has its own tries, and tells of them."""
+        self._began = knobs.monotonic()
         try:
             work(message)
         except (MocError, OSError) as error:
             self._parts.pop(version, None)
             path = getattr(error, "key", "") or getattr(error, "filename", "") or ""
-            self._say(Failed(version, str(error), str(path)))
+            self._say(Failed(version, str(error), str(path), self._secs()))
 
     def _persist_part(self, message: PersistPart) -> None:
         with shared_buffer(message.buffer) as view:
@@ -157,7 +159,6 @@ class Agent:
         self._say(PartDone(message.version, written[0].nbytes))
 
     def _persist(self, message: Persist) -> None:
-        start = knobs.monotonic()
         version, hello = message.version, self._hello
         with shared_buffer(message.buffer) as view:
             seal = read_seal(message.buffer, version)
@@ -178,6 +179,7 @@ class Agent:
             for index, found in groupby(fate.referenced, key=lambda r: r.file):
                 assert base is not None
                 files.add(base.files[index], found)
+            secs = self._secs()
             # Still under the lock: whoever waits for the lock finds the receipt, too.
             receipt = Receipt(
                 version=version,
@@ -186,18 +188,23 @@ class Agent:
                 files=files.infos,
                 pieces=files.pieces,
                 head=head if hello.rank == 0 else None,
+                persist_secs=secs,
             )
             self._store.put_new(receipt_key(version, hello.rank), [encode_json(receipt)])
         self._parts.pop(version, None)
         nbytes = sum(f.nbytes for f in files.infos if f.is_of(version))
         referenced = sum(r.piece.nbytes for r in fate.referenced)
-        self._say(Persisted(version, nbytes, knobs.monotonic() - start, referenced))
+        self._say(Persisted(version, nbytes, secs, referenced, knobs.now_secs()))
         if hello.rank == 0:
-            self._awaited, self._since = version, start
+            self._awaited, self._since = version, self._began
             self._deadline = knobs.monotonic() + (
                 min(hello.timeout_secs, hello.grace_secs) if self._closing else hello.timeout_secs
             )
             self._pause = _POLL_SECS[0]
+
+    def _secs(self) -> float:
+        """Since the persist in hand began, with the tries that failed."""
+        return knobs.monotonic() - self._began
 
     def _decide(
         self, head: CommitHead, records: Sequence[PieceRecord]
@@ -252,7 +259,18 @@ class Agent:
             self._awaited = None
             nbytes = sum(f.nbytes for f in manifest.files if f.is_of(version))
             secs = knobs.monotonic() - self._since
-            self._say(Committed(version, nbytes, secs, manifest.referenced_bytes))
+            self._say(
+                Committed(
+                    version,
+                    nbytes,
+                    secs,
+                    manifest.referenced_bytes,
+                    manifest.slowest_rank,
+                    manifest.slowest_secs,
+                    manifest.oldest_expert_age,
+                    knobs.now_secs(),
+                )
+            )
             self._after_commit(version)
         elif is_late:
             self._give_up(trouble)
@@ -261,7 +279,8 @@ class Agent:
 
     def _give_up(self, reason: str) -> None:
         if self._awaited is not None:
-            self._say(Abandoned(self._awaited, reason))
+            secs = knobs.monotonic() - self._since
+            self._say(Abandoned(self._awaited, reason, secs, knobs.now_secs()))
         self._awaited = None
 
     def _look_at_attempts(self) -> Timeline:
@@ -271,7 +290,7 @@ class Agent:
 
     def _after_commit(self, version: Version) -> None:
         """The hint, and retention; neither costs a checkpoint when it fails."""
-        hello = self._hello
+        hello, start = self._hello, knobs.monotonic()
         try:
             self._store.put("latest", f"{version.step}\n".encode())
             if hello.keep_latest_k is None:
@@ -283,7 +302,8 @@ class Agent:
             for problem in prune(self._store, plan):
                 self._say(Warned(problem))
             if plan.retire or plan.delete:
-                self._say(Pruned(list(plan.retire), len(plan.delete)))
+                secs = knobs.monotonic() - start
+                self._say(Pruned(list(plan.retire), len(plan.delete), secs))
         except (MocError, OSError) as error:
             self._say(Warned(f"after the commit of step {version}: {error}"))
 

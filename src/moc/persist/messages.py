@@ -121,12 +121,14 @@ class Persisted(msgspec.Struct, frozen=True, tag=True):
         nbytes: of the files that were written.
         secs: how long it took.
         referenced: bytes of unchanged pieces that were not written.
+        time: when, seconds since 1970.
     """
 
     version: Version
     nbytes: int
     secs: float
     referenced: int = 0
+    time: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +137,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     version: Version
     error: str
     path: str
+    secs: float = 0.0
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
@@ -145,12 +148,20 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
         nbytes: of the files that all ranks wrote for it.
         secs: from the start of rank 0's persist.
         referenced: bytes of unchanged pieces that no rank wrote.
+        slowest_rank: the rank whose persist took longest.
+        slowest_secs: what it took.
+        oldest_expert_age: steps between this step and the oldest expert version in it.
+        time: when, seconds since 1970.
     """
 
     version: Version
     nbytes: int
     secs: float
     referenced: int = 0
+    slowest_rank: int = -1
+    slowest_secs: float = 0.0
+    oldest_expert_age: int = 0
+    time: float = 0.0
 
 
 class Abandoned(msgspec.Struct, frozen=True, tag=True):
@@ -158,6 +169,8 @@ class Abandoned(msgspec.Struct, frozen=True, tag=True):
 
     version: Version
     reason: str
+    secs: float = 0.0
+    time: float = 0.0
 
 
 class Pruned(msgspec.Struct, frozen=True, tag=True):
@@ -165,6 +178,7 @@ class Pruned(msgspec.Struct, frozen=True, tag=True):
 
     versions: list[Version]
     files: int
+    secs: float = 0.0
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):

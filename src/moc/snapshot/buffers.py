@@ -101,6 +101,11 @@ class Buffer:
         return self.path.name
 
     @property
+    def number(self) -> int:
+        """Among the buffers of its writer, from 0."""
+        return int(self.path.stem.rpartition("-")[2])
+
+    @property
     def version(self) -> Version | None:
         """What it holds; None where it holds nothing valid."""
         return self.seal.version if self.seal else None
