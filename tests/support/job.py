@@ -23,6 +23,7 @@ from moc.core.faults import FaultScript
 from moc.demo.loader import Loader
 from moc.demo.model import ModelConfig, Transformer
 from moc.demo.trainer import Ranks, adamw, average_gradients, make_groups
+from moc.metrics import JsonlSink, fan_out
 from moc.state.experts import build_expert_map
 from moc.state.live import LiveState
 from moc.state.tensors import tensor_bytes
@@ -51,6 +52,7 @@ class Spec:
         each_step: called on every rank before ``manager.step(step)``.
         after_step: called on every rank after it.
         drain: leave the manager cleanly at the end, else vanish without a word.
+        events: where each rank writes its events as JSON lines, None for nowhere.
     """
 
     run_dir: Path
@@ -68,6 +70,7 @@ class Spec:
     each_step: Callable[[int, int], None] | None = None
     after_step: Callable[[int, int, Any], None] | None = None
     drain: bool = True
+    events: Path | None = None
 
     def but(self, **changes: Any) -> Spec:
         """The same start with changes."""
@@ -191,6 +194,7 @@ def run_job(spec: Spec) -> Outcome:
 def make_manager(spec: Spec, job: Job, outcome: Outcome) -> moc.CheckpointManager:
     """The manager as the job's trainer would make it."""
     ranks = job.ranks
+    sinks = [JsonlSink(spec.events)] if spec.events else []
     return moc.CheckpointManager(
         spec.run_dir,
         model=job.model,
@@ -201,7 +205,7 @@ def make_manager(spec: Spec, job: Job, outcome: Outcome) -> moc.CheckpointManage
         else moc.Layout.single(),
         policy=spec.policy,
         memory_dir=spec.memory[ranks.rank * len(spec.memory) // ranks.world_size],
-        on_event=outcome.events.append,
+        on_event=fan_out(outcome.events.append, *sinks) if sinks else outcome.events.append,
         faults=spec.faults if ranks.rank == spec.faulty_rank else None,
     )
 

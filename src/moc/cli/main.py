@@ -40,6 +40,7 @@ _VERBS = {
     "ls": _Verb("moc.cli.ls", "run", "list the steps of a run"),
     "show": _Verb("moc.cli.show", "run", "show one step: files, age of each expert, attempts"),
     "verify": _Verb("moc.cli.verify", "run", "read a run's bytes and name what is damaged"),
+    "report": _Verb("moc.cli.report", "run", "draw what a run's events tell, as one HTML page"),
     "doctor": _Verb("moc.cli.doctor", "run", "check this machine before the first step"),
 }
 

@@ -25,7 +25,7 @@ EventKind = Literal[
 ]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened on one rank.
 
     Attributes:

@@ -84,8 +84,8 @@ class Session:
 
     def __post_init__(self) -> None:
         """What is told goes to the log first."""
-        sinks = [LoggingSink(), *([self.on_event] if self.on_event else [])]
-        self._deliver = fan_out(*sinks)
+        own = LoggingSink()
+        self._deliver = fan_out(own, self.on_event) if self.on_event else fan_out(own)
 
     @property
     def is_foreign(self) -> bool:
