@@ -38,7 +38,16 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["moc", "moc.cli.main", "moc.persist.agent", "moc.recover", "moc.store"]
+    "module",
+    [
+        "moc",
+        "moc.cli.main",
+        "moc.cli.report",
+        "moc.metrics",
+        "moc.persist.agent",
+        "moc.recover",
+        "moc.store",
+    ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

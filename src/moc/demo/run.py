@@ -134,7 +134,8 @@ def _demo(args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     screen.console.print()
     screen.console.print(result_table(result))
     screen.line(f"picture: {picture}" if drawn else "no picture: matplotlib is not installed")
-    screen.line(f"look inside: moc show {run_dir / 'faulted' / 'checkpoints'}")
+    checkpoints = run_dir / "faulted" / "checkpoints"
+    screen.line(f"look inside: moc show {checkpoints}, moc report {checkpoints}")
     return result
 
 

@@ -30,6 +30,7 @@ from moc.demo.baseline import blocking_save
 from moc.demo.journal import Journal
 from moc.demo.loader import Loader
 from moc.demo.model import ModelConfig, Transformer
+from moc.metrics import JsonlSink, fan_out
 
 __all__ = ["Ranks", "Trainer", "main"]
 
@@ -179,10 +180,10 @@ def warm_up_and_cosine(steps: int) -> Any:
 
 def make_manager(args: argparse.Namespace, trainer: Trainer, journal: Journal) -> Any:
     """What keeps the run safe: from here on, three calls are all there is to it."""
-    ranks = trainer.ranks
+    ranks, checkpoints = trainer.ranks, Path(args.run_dir) / "checkpoints"
     node = ranks.rank * args.nodes // ranks.world_size
     return moc.CheckpointManager(
-        Path(args.run_dir) / "checkpoints",
+        checkpoints,
         model=trainer.model,
         optimizer=trainer.optimizers,
         extras={"scheduler": trainer.schedulers, "loader": trainer.loader},
@@ -197,7 +198,7 @@ def make_manager(args: argparse.Namespace, trainer: Trainer, journal: Journal) -
             total_steps=args.steps,
         ),
         memory_dir=Path(args.memory_dir, f"node{node}") if args.memory_dir else None,
-        on_event=journal.write_event,
+        on_event=fan_out(journal.write_event, JsonlSink(checkpoints / "events.jsonl")),
     )
 
 

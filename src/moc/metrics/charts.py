@@ -273,8 +273,8 @@ class _Bars:
             x = _LEFT + (number + 0.5) * self._slot
             if before not in (None, save.attempt):
                 edge = _LEFT + number * self._slot
-                canvas.line(edge, _TOP - 6, edge, bottom, "bad")
-                canvas.text(edge + 4, _TOP + 4, f"attempt {save.attempt}", "bad", size=11)
+                canvas.line(edge, _TOP - 12, edge, bottom, "bad")
+                canvas.text(edge + 4, _TOP - 4, f"attempt {save.attempt}", "bad", size=11)
             before = save.attempt
             if x - last > 30:
                 canvas.text(x, bottom + 15, str(save.step), size=10, anchor="middle")

@@ -200,7 +200,7 @@ def _account(saves: dict[tuple[int, int], Save], attempt: int, event: Event) -> 
         case "committed":
             save.fate, save.commit_secs, save.commit_bytes = "committed", event.secs, event.nbytes
             save.slowest_rank, save.slowest_secs = event.slowest_rank, event.slowest_secs
-        case "failed" | "abandoned" if save.fate != "committed":
+        case "failed" | "abandoned" if save.fate not in ("committed", "failed"):
             save.fate = "failed" if event.kind == "failed" else "abandoned"
             save.why = save.why or event.text
 
