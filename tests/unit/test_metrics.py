@@ -163,6 +163,19 @@ def test_a_callback_of_ones_own_that_raises_is_no_end_of_training(managers: Mana
     assert managers(dense(), ()).latest_step() == 2
 
 
+def test_a_receipt_whose_answer_was_lost_is_the_same_receipt(managers: Managers) -> None:
+    """The second try takes another time, and finds the first one's receipt."""
+    model = dense()
+    optimizer = adamw(model)
+    told: list[moc.Event] = []
+    script = FaultScript(nth=2, verb="put_new", when="after")  # the first put is the dense file
+    with managers(model, optimizer, on_event=told.append, faults=script) as manager:
+        run_steps(manager, model, optimizer, [1])
+    (warning,) = [e for e in told if e.kind == "warning"]
+    assert ".receipt" in warning.text
+    assert [e.step for e in told if e.kind == "committed"] == [1]
+
+
 def test_a_disk_that_is_full_for_a_while_costs_the_lines_of_that_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
