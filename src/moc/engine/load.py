@@ -162,6 +162,7 @@ class Loader:
         if bad:
             return bad
         agree(self._session.group, self._check_small)
+        self._session.live.unfold()
         if not self._wanted.weights_only:
             self._adopt_optimizer_state()
         for (_, part), targets in self._targets.items():
@@ -212,7 +213,12 @@ class Loader:
         for targets in self._targets.values():
             for target in targets:
                 target.finish()
-        for owned, steps in self._steps:
+        orders: dict[int, list[int]] = {}
+        if OPTIMIZER_GROUPS in self._extras:
+            groups = decode(self._extras[OPTIMIZER_GROUPS])
+            restore_groups(session.live, groups)
+            orders = group_orders(session.live, groups)
+        for owned, steps in self._steps:  # by the betas that were saved
             entry = owned.entry
             assert entry is not None
             versions = self._plan.versions[entry.layer]
@@ -222,11 +228,6 @@ class Loader:
                 if versions[entry.first + row] < self._plan.version
             }
             session.live.rescale(owned, stale)
-        orders: dict[int, list[int]] = {}
-        if OPTIMIZER_GROUPS in self._extras:
-            groups = decode(self._extras[OPTIMIZER_GROUPS])
-            restore_groups(session.live, groups)
-            orders = group_orders(session.live, groups)
         routed = self._plan.head.routed
         width = max(map(len, routed), default=0)
         total = torch.zeros((len(routed), width), dtype=torch.int64)

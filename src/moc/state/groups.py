@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from moc.errors import MismatchError
 from moc.state.live import LiveState
 
 __all__ = ["capture_groups", "group_orders", "match_groups", "restore_groups"]
+
+_SHOWN = 8
 
 
 def capture_groups(live: LiveState) -> list[dict[str, Any]]:
@@ -42,14 +45,19 @@ def match_groups(live: LiveState, captured: Any) -> list[tuple[dict[str, Any], d
                 f"the checkpoint was made with {saved['type']}, not {type(optimizer).__name__}; "
                 "give the same optimizers in the same order"
             )
-        by_params = {frozenset(g["params"]): g["options"] for g in saved["groups"]}
+        by_params: dict[frozenset[str], list[dict[str, Any]]] = {}
+        for group in saved["groups"]:
+            by_params.setdefault(frozenset(group["params"]), []).append(group["options"])
         for index, group in enumerate(optimizer.param_groups):
-            options = by_params.get(frozenset(live.names_of(group["params"])))
-            if options is None:
+            names = live.names_of(group["params"])
+            alike = by_params.get(frozenset(names))
+            if not alike:
+                others = [_shown(g["params"]) for g in saved["groups"]]
                 raise MismatchError(
-                    f"group {index} of {type(optimizer).__name__} "
-                    f"({len(group['params'])} parameters) has no counterpart in the checkpoint"
+                    f"group {index} of {type(optimizer).__name__} ({_shown(names)}) has no "
+                    f"counterpart among the groups of the checkpoint: {'; '.join(others)}"
                 )
+            options = alike.pop(0)  # groups without parameters are told apart by their order
             plan.append((group, options))
             if inner is not optimizer and index < len(inner.param_groups):
                 plan.append((inner.param_groups[index], options))
@@ -63,11 +71,19 @@ def group_orders(live: LiveState, captured: Any) -> dict[int, list[int]]:
     """
     orders = {}
     for saved, optimizer in zip(captured, live.optimizers, strict=True):
-        index = {frozenset(g["params"]): i for i, g in enumerate(saved["groups"])}
+        index: dict[frozenset[str], list[int]] = {}
+        for number, group in enumerate(saved["groups"]):
+            index.setdefault(frozenset(group["params"]), []).append(number)
         orders[id(optimizer)] = [
-            index[frozenset(live.names_of(group["params"]))] for group in optimizer.param_groups
+            index[frozenset(live.names_of(group["params"]))].pop(0)
+            for group in optimizer.param_groups
         ]
     return orders
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} parameters: {', '.join(names[:_SHOWN])}{more}"
 
 
 def restore_groups(live: LiveState, captured: Any) -> None:
@@ -79,8 +95,15 @@ def restore_groups(live: LiveState, captured: Any) -> None:
     for group, options in match_groups(live, captured):
         for key, value in options.items():
             now = group.get(key)
-            if isinstance(now, Tensor) and isinstance(value, Tensor | float | int):
+            if isinstance(now, Tensor) and _fits(now, value):
                 with torch.no_grad():  # keep the object: compiled steps and schedulers hold it
                     now.copy_(torch.as_tensor(value))
             else:
                 group[key] = value
+
+
+def _fits(now: Tensor, value: object) -> bool:
+    """Whether the value can be copied into the live tensor without loss."""
+    if isinstance(value, Tensor):
+        return value.shape == now.shape and value.dtype == now.dtype
+    return isinstance(value, float | int) and now.dim() == 0

@@ -52,7 +52,11 @@ EAGER_BELOW_BYTES = 64 << 10
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _SHOWN = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_SCALARS = {int: ("@int", torch.int64), float: ("@float", torch.float64)}
+_SCALARS = {
+    bool: ("@bool", torch.bool),
+    int: ("@int", torch.int64),
+    float: ("@float", torch.float64),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +301,11 @@ class LiveState:
         return (
             thawed,
             len(self.replaced()),
-            *(len(entry) for optimizer in self.inner for entry in optimizer.state.values()),
+            *(
+                sum(value is not None for value in entry.values())
+                for optimizer in self.inner
+                for entry in optimizer.state.values()
+            ),
         )
 
     def may_grow(self, *, stepped: bool) -> bool:
@@ -380,6 +388,7 @@ class LiveState:
             )
         yield from self.model_regions()
         yield from self.registered()
+        self._check_state_keys()
         for owned in self.owned():
             yield from self._state_regions(owned)
 
@@ -393,6 +402,32 @@ class LiveState:
         for name, buffer, saved in self._buffers():
             if saved:
                 yield self._region(name, BUFFER, None, buffer, False)
+
+    def unfold(self) -> None:
+        """Give memory of their own to expanded tensors: values cannot be put into shared memory.
+
+        A parameter stays the same object; a buffer that is expanded is another afterwards.
+        """
+        for param in self.params.values():
+            if _is_expanded(param):
+                param.data = param.detach().clone(memory_format=torch.contiguous_format)
+        for _, buffer, saved in self._buffers():
+            now = buffer()
+            if saved and _is_expanded(now):
+                own = now.clone(memory_format=torch.contiguous_format)
+                buffer.module._buffers[buffer.key] = own
+
+    def _check_state_keys(self) -> None:
+        """State that belongs to no parameter would be lost without a word."""
+        for optimizer in self.inner:
+            known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+            for key in optimizer.state:
+                if id(key) not in known:
+                    what = repr(key)[:60] if not isinstance(key, Tensor) else "a tensor"
+                    raise StateError(
+                        f"{type(optimizer).__name__}.state has an entry for {what}, which is none "
+                        "of its parameters; keep such state in param_groups, or give it as extras"
+                    )
 
     def owned(self) -> Iterator[OwnedParam]:
         """Parameters whose optimizer state lives here (ZeRO gives each to one rank)."""
@@ -454,7 +489,8 @@ class LiveState:
             entry = entry if by_row else None
         if isinstance(now, Tensor) and tuple(now.shape) == local and now.dtype == kind:
             return entry, now
-        if local == tuple(owned.param.shape):
+        # A 0-d parameter has a ``step`` of its shape, which is no moment.
+        if local == tuple(owned.param.shape) and key != "step":
             return entry, torch.empty_like(owned.param, dtype=kind, requires_grad=False)
         on_device = owned.group.get("capturable") or owned.group.get("fused")
         device = owned.param.device if on_device or key != "step" else "cpu"
@@ -494,10 +530,11 @@ class LiveState:
                 suffix, dtype = _SCALARS[type(value)]
                 getter = _ScalarOf(owned, key, dtype)
                 yield self._region(owned.fqn, key + suffix, _whole(owned.entry), getter, False)
+                yield from self._step_of_expert(owned, key, getter)
             elif value is not None:
                 raise StateError(
                     f"optimizer state {key!r} of {owned.fqn} is a {type(value).__name__}; "
-                    "tensors, ints and floats can be saved"
+                    "tensors, bools, ints and floats can be saved"
                 )
 
     def _state_tensor(self, owned: OwnedParam, key: str, value: Tensor) -> Iterator[Region]:
@@ -511,15 +548,18 @@ class LiveState:
         by_row = stacked and value.dim() > 0 and value.shape[0] == entry.count  # type: ignore[union-attr]
         cut = entry if not stacked or same_shape or by_row else None
         yield self._region(owned.fqn, key, cut, tensor, large)
-        if stacked and key == "step" and value.dim() == 0:
-            # All rows share one step; each expert's version must remember its own.
-            count = entry.count  # type: ignore[union-attr]
+        if value.dim() == 0:
+            yield from self._step_of_expert(owned, key, tensor)
+
+    def _step_of_expert(
+        self, owned: OwnedParam, key: str, step: Callable[[], Tensor]
+    ) -> Iterator[Region]:
+        """All rows share one step; each expert's version must remember its own."""
+        entry = owned.entry
+        if entry is not None and entry.stacked and key == "step":
+            count = entry.count
             yield self._region(
-                owned.fqn,
-                STEP_OF_EXPERT,
-                entry,
-                lambda: tensor().reshape(1).expand(count),
-                False,
+                owned.fqn, STEP_OF_EXPERT, entry, lambda: step().reshape(1).expand(count), False
             )
 
     def _region(
@@ -622,7 +662,14 @@ class _Put:
     kind: str
 
     def __call__(self) -> None:
-        self.entry[self.key] = {"int": int, "float": float}[self.kind](self.tensor.item())
+        self.entry[self.key] = {"bool": bool, "int": int, "float": float}[self.kind](
+            self.tensor.item()
+        )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _links(model: nn.Module) -> list[tuple[Mapping[str, Any], str, object]]:
