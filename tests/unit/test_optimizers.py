@@ -176,15 +176,14 @@ def test_stale_moments_are_fitted_to_the_shared_step(kind: str) -> None:
     assert 2 < updates(fit=False) < 3
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_ranks_that_disagree_on_a_skipped_step_are_named(managers: Managers, every: int) -> None:
+def test_ranks_that_disagree_on_a_skipped_step_are_named(managers: Managers) -> None:
     """A scaler that skips on one rank only: told by both ranks at the next save, no hang."""
 
     def one() -> str:
         rank = dist.get_rank()
         model = dense()
         optimizer = adamw(model)
-        policy = moc.Policy(snapshot_every=every, persist_every=every, timeout_secs=10)
+        policy = moc.Policy(snapshot_every=1, persist_every=1, timeout_secs=10)
         manager = managers(model, optimizer, policy=policy)
         try:
             for step in range(1, 10):

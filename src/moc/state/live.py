@@ -421,7 +421,8 @@ class LiveState:
         """State that belongs to no parameter would be lost without a word."""
         for optimizer in self.inner:
             known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-            for key in optimizer.state:
+            keys: list[object] = list(optimizer.state)
+            for key in keys:
                 if id(key) not in known:
                     what = repr(key)[:60] if not isinstance(key, Tensor) else "a tensor"
                     raise StateError(
