@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moc.comm.torch_group import init_process_group
     from moc.core.events import Event
     from moc.engine.report import RestoreReport
-    from moc.errors import MocError
+    from moc.errors import MocError, Preempted
     from moc.manager import CheckpointManager
     from moc.state.experts import ExpertRule
 
@@ -26,6 +26,7 @@ __all__ = [
     "Layout",
     "MocError",
     "Policy",
+    "Preempted",
     "RestoreReport",
     "__version__",
     "init_process_group",
@@ -40,6 +41,7 @@ _HOME = {
     "Layout": "moc.comm.layout",
     "MocError": "moc.errors",
     "Policy": "moc.choose.policy",
+    "Preempted": "moc.errors",
     "RestoreReport": "moc.engine.report",
     "init_process_group": "moc.comm.torch_group",
 }

@@ -20,6 +20,8 @@ MocError
 ├── RunBusy                another job, or another model, owns the run directory
 ├── HelperError            the helper process died or did not answer
 └── DeadlineError          a wait ran out; says whom it waited for
+
+Preempted stands outside: it is no error but the way out, a SystemExit with an exit code.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "MismatchError",
     "MocError",
     "NothingValid",
+    "Preempted",
     "RanksDisagree",
     "RestoreError",
     "RunBusy",
@@ -165,3 +168,22 @@ class HelperError(MocError):
 
 class DeadlineError(MocError, TimeoutError):
     """A wait ran out. The message says what was awaited, and from whom."""
+
+
+class Preempted(SystemExit):
+    """The job was told to stop: the end of the process, on every rank after the same step.
+
+    ``except Exception`` does not catch it. Left alone, it ends Python with ``code``.
+
+    Attributes:
+        code: the exit code.
+        step: the step after which all ranks stopped.
+        saved: whether that step is kept, as far as the policy keeps anything.
+        signum: the signal.
+    """
+
+    def __init__(self, code: int, *, step: int = -1, saved: bool = False, signum: int = 0) -> None:
+        super().__init__(code)
+        self.step = step
+        self.saved = saved
+        self.signum = signum

@@ -25,11 +25,12 @@ from moc.core.digest import digest_plan
 from moc.core.events import Event
 from moc.core.faults import FaultScript
 from moc.engine.load import Wanted
+from moc.engine.preempt import Watch, check_signals, process_place
 from moc.engine.report import RestoreReport
 from moc.engine.restore import restore, start_fresh
 from moc.engine.save import Saver
 from moc.engine.session import Session
-from moc.errors import ConfigError, KeyMissing, LayoutError, MocError, RestoreError
+from moc.errors import ConfigError, KeyMissing, LayoutError, MocError, Preempted, RestoreError
 from moc.persist.commit import load_manifest, load_timeline, versions_in
 from moc.snapshot.buffers import node_key
 from moc.state.describe import describe
@@ -74,6 +75,10 @@ class CheckpointManager:
         exclude_frozen: leave out parameters that do not require gradients when the manager is made
             (alike on all ranks). A restore then needs their values to be there already, and
             leaves them alone; a manager without it refuses such a checkpoint and names them.
+        preempt_signals: such as ``(signal.SIGTERM, signal.SIGUSR1)``, alike on all ranks: when one
+            comes to any rank, all save after the same step, within the policy's
+            ``preempt_grace_secs``, and `step` raises `moc.Preempted`. Others who listen for these
+            signals get them back at `close`. See ``docs/when.md``.
         fresh: start over at step 0; what the run already holds is off the history from then on,
             and retention removes it after the first commit.
         on_event: called with every `Event` of this rank, on the main thread; `moc.metrics` has
@@ -97,6 +102,7 @@ class CheckpointManager:
         experts: str | Sequence[ExpertRule] | None = "auto",
         router: Mapping[str, str] | str | None = None,
         exclude_frozen: bool = False,
+        preempt_signals: Sequence[int] = (),
         fresh: bool = False,
         on_event: Callable[[Event], None] | None = None,
         faults: FaultScript | None = None,
@@ -108,6 +114,8 @@ class CheckpointManager:
         self._poisoned = ""
         self._read_only = False
         self._pid = os.getpid()
+        self._preempted = False
+        self._watch: Watch | None = None
         topology = (layout or Layout.of_job()).topology
         group: Group = (
             SingleGroup() if topology.world_size == 1 else default_group(self._policy.timeout_secs)
@@ -123,7 +131,7 @@ class CheckpointManager:
         # The helper looks from another folder.
         memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR).absolute()
 
-        def look() -> tuple[Store, LiveState, Extras, str]:
+        def look() -> tuple[Store, LiveState, Extras, str, tuple[int, ...]]:
             # A read that fails once must not cost a step; the helper has tries of its own.
             store = (
                 RetryingStore(open_store(directory))
@@ -137,9 +145,10 @@ class CheckpointManager:
                 LiveState(model, optimizers, found, exclude_frozen=exclude_frozen),
                 Extras(extras or {}),
                 node_key(memory),
+                check_signals(preempt_signals),
             )
 
-        store, live, captured, key = agree(group, look)
+        store, live, captured, key, signals = agree(group, look)
         told = gather_values(
             group,
             (key, dict(zip(live.experts.layers, live.experts.experts, strict=True))),
@@ -164,7 +173,8 @@ class CheckpointManager:
             nodes=[keys.index(key) for key in keys],
             on_event=on_event,
         )
-        self._saver = Saver(self._session, memory_bytes, faults)
+        self._watch = _watch_for(signals, group, self._policy)
+        self._saver = Saver(self._session, memory_bytes, faults, self._watch)
         atexit.register(self._at_exit)
 
     # ------------------------------------------------------------------ verbs
@@ -202,6 +212,7 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the model; nothing was changed.
             RunBusy: another job owns the directory, or another model does and nothing is there to
                 restore.
+            Preempted: one of ``preempt_signals`` came to some rank meanwhile.
         """
         self._check_open()
         if self._started:
@@ -226,6 +237,7 @@ class CheckpointManager:
                     self._poisoned = str(error)
                 raise
         if weights_only:
+            self._stop_watching()
             if report is not None:
                 self._note_restored(report)
             self._session.flush()
@@ -235,16 +247,19 @@ class CheckpointManager:
                 f"{self._session.store.url} belongs to another model: it was read, and is not "
                 "written; save to another directory, with a manager of its own"
             )
+            self._stop_watching()
             self._session.flush()
             return report
         self._begin()
         if report is not None:
             self._note_restored(report)
-            session = self._session
-            if session.restored != session.base and self._policy.persist_every is not None:
-                # What was restored from memory exists nowhere else yet.
-                self._saver.save(report.step, forced=True)
+            self._make_durable(report)
         self._session.flush()
+        try:
+            self._saver.stop_if_asked(report.step if report is not None else 0)
+        except Preempted:
+            self._preempted = True
+            raise
         return report
 
     def register(
@@ -293,11 +308,17 @@ class CheckpointManager:
             RanksDisagree: ranks call it with different steps.
             SaveError: an earlier save failed and the policy says ``on_error="raise"``.
             RestoreError: only weights were restored, or the run has steps and none was.
+            Preempted: one of ``preempt_signals`` came to some rank; this step is saved, or its
+                ``saved`` says that it could not be.
         """
         if not self._started:
             self._start()
         self._check_open()
-        self._saver.step(step)
+        try:
+            self._saver.step(step)
+        except Preempted:
+            self._preempted = True
+            raise
 
     def save(self, step: int, *, full: bool = False) -> None:
         """Save now and persist, whatever the policy's intervals say.
@@ -388,6 +409,12 @@ class CheckpointManager:
             text=str(report),
         )
 
+    def _make_durable(self, report: RestoreReport) -> None:
+        """What was restored from memory exists nowhere else yet: persist it first."""
+        session = self._session
+        if session.restored != session.base and self._policy.persist_every is not None:
+            self._saver.save(report.step, forced=True)
+
     def _begin(self) -> None:
         self._saver.begin()
         self._started = True
@@ -400,6 +427,7 @@ class CheckpointManager:
         try:
             self._saver.close(drain=drain and self._started)
         finally:
+            self._stop_watching()
             self._session.tokens.close()
             self._session.group.close()
 
@@ -410,10 +438,14 @@ class CheckpointManager:
             return  # a forked child: the helper is its parent's
         died = getattr(sys, "last_value", None) is not None  # of an error nobody caught
         try:
-            self._close(drain=not died)
+            self._close(drain=not died and not self._preempted)
         except Exception:  # noqa: BLE001 - printed, and the exit code tells
             _exit_code = 1
             traceback.print_exc()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -444,6 +476,26 @@ def _leave() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(_exit_code)
+
+
+def _watch_for(signals: Sequence[int], group: Group, policy: Policy) -> Watch | None:
+    """Listen for signals, if there are any. Collective."""
+    mine = (list(signals), process_place(), os.getpid())
+    told = gather_values(group, mine, tuple[list[int], str, int])
+    for rank, (others, _, _) in enumerate(told):
+        if others != mine[0]:
+            raise ConfigError(
+                f"preempt_signals={mine[0]} on rank {group.rank}, {others} on rank {rank}; "
+                "give the same on every rank"
+            )
+    if not signals:
+        return None
+    return Watch(
+        signals,
+        grace_secs=policy.preempt_grace_secs,
+        exit_code=policy.preempt_exit_code,
+        mates=[pid for _, place, pid in told if place == mine[1] and pid != mine[2]],
+    )
 
 
 def _merge(mine: ExpertMap, told: Sequence[Mapping[str, int]]) -> ExpertMap:

@@ -16,6 +16,7 @@ PUBLIC = [
     "Layout",
     "MocError",
     "Policy",
+    "Preempted",
     "RestoreReport",
     "__version__",
     "init_process_group",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from hypothesis import given
@@ -43,6 +44,21 @@ def test_what_all_ranks_hold_and_the_newest_failure_count() -> None:
     assert ticket.held == (False, False, True, *[False] * 5), "the newest of each is not of all"
     assert ticket.failed == 10
     assert not together(words(0), words(1, unchanged=0)).unchanged
+
+
+@given(st.booleans())
+def test_rank_0s_clock_alone_says_that_a_persist_is_due(overdue: bool) -> None:
+    policy = Policy(snapshot_every=5, persist_every=timedelta(hours=1))
+    ticket = together(words(0, overdue=int(overdue)), words(1), words(2))
+    assert ticket.overdue == overdue
+    state = ChooseState.fresh([8, 8])
+    decision = decide(20, ticket, state, HOLDERS, policy, last_marked=10, has_base=True)
+    assert (decision.due, decision.marked) == (overdue, overdue)
+    # In steps, no clock counts.
+    in_steps = decide(20, ticket, state, HOLDERS, POLICY, last_marked=20, has_base=True)
+    assert not in_steps.due
+    outstanding = decide(20, ticket, state, HOLDERS, policy, last_marked=15, has_base=True)
+    assert (outstanding.due, outstanding.marked) == (overdue, False)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from moc.errors import ConfigError
@@ -15,9 +16,11 @@ class Policy:
     """When to save, how much, and what to keep.
 
     Attributes:
-        snapshot_every: steps between snapshots to host memory.
+        snapshot_every: steps between snapshots to host memory, or a `datetime.timedelta`, counted
+            from the last save.
         persist_every: steps between persists; a snapshot is persisted when it is the first at or
-            after a multiple of this. None: memory only.
+            after a multiple of this. Or a `datetime.timedelta`: the snapshot nearest to it is
+            persisted. None: memory only.
         k_snapshot: experts per MoE layer in a snapshot; None for all. Clipped per layer.
         k_persist: experts per MoE layer that a persist writes; None for all.
         skip: ``strict`` spares an unselected expert everything (weights, masters, moments: the
@@ -32,13 +35,17 @@ class Policy:
         on_error: ``warn`` counts and reports a failed save at the next call; ``raise`` raises.
         timeout_secs: deadline of every wait for another rank or the helper process.
         grace_secs: how long a helper whose trainer died may work on before it gives up.
+        preempt_grace_secs: with ``preempt_signals``: the process is gone so long after the signal,
+            saved or not. A little less than the scheduler gives.
+        preempt_exit_code: exit code that says "preempted, and saved". Not saved in time is 128 and
+            the signal's number, as if nobody had heard it.
 
     Raises:
         ConfigError: a value makes no sense; the message names it and the remedy.
     """
 
-    snapshot_every: int = 10
-    persist_every: int | None = 50
+    snapshot_every: int | timedelta = 10
+    persist_every: int | timedelta | None = 50
     k_snapshot: int | None = None
     k_persist: int | None = None
     skip: Literal["strict", "full"] = "strict"
@@ -50,11 +57,15 @@ class Policy:
     on_error: Literal["warn", "raise"] = "warn"
     timeout_secs: float = 120.0
     grace_secs: float = 30.0
+    preempt_grace_secs: float = 25.0
+    preempt_exit_code: int = 75
 
     def __post_init__(self) -> None:
+        for name in ("snapshot_every", "persist_every"):
+            _check_interval(name, getattr(self, name))
         for name in (
-            *("snapshot_every", "persist_every", "k_snapshot", "k_persist", "total_steps"),
-            *("keep_latest_k", "keep_every", "timeout_secs", "grace_secs"),
+            *("k_snapshot", "k_persist", "total_steps", "keep_latest_k", "keep_every"),
+            *("timeout_secs", "grace_secs", "preempt_grace_secs"),
         ):
             value = getattr(self, name)
             if value is not None and (
@@ -67,6 +78,10 @@ class Policy:
             raise ConfigError(f"Policy(skip={self.skip!r}): 'strict' or 'full'")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"Policy(on_error={self.on_error!r}): 'warn' or 'raise'")
+        if self.preempt_exit_code not in range(256):
+            raise ConfigError(
+                f"Policy(preempt_exit_code={self.preempt_exit_code!r}): an integer from 0 to 255"
+            )
         if self.buffers is not None and self.buffers < 3:
             raise ConfigError(
                 f"Policy(buffers={self.buffers}): at least 3 (one is being written, one persisted, "
@@ -89,6 +104,20 @@ class Policy:
             return experts, experts
         snapshot = min(self.k_snapshot or experts, experts)
         return snapshot, min(self.k_persist or experts, snapshot)
+
+
+def _check_interval(name: str, value: object) -> None:
+    """Raise unless it is a positive number of steps or a positive time."""
+    if value is None and name == "persist_every":
+        return
+    hint = _HINTS.get(name, "")
+    if isinstance(value, bool) or not isinstance(value, int | timedelta):
+        raise ConfigError(
+            f"Policy({name}={value!r}): a number of steps, or a time such as "
+            f"datetime.timedelta(minutes=10){hint}"
+        )
+    if (value.total_seconds() if isinstance(value, timedelta) else value) <= 0:
+        raise ConfigError(f"Policy({name}={value}): must be positive{hint}")
 
 
 _HINTS = {

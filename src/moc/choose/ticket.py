@@ -39,6 +39,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         failed: newest marked step whose persist failed on this rank, -1 for none.
         committed: newest committed step, -1 for none; rank 0 knows, others pass None.
         abandoned: newest abandoned step, -1 for none; rank 0 knows, others pass None.
+        overdue: 1 if a persist is due by time, else 0; rank 0's clock counts, others pass None.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     committed: int | None = None
     abandoned: int | None = None
+    overdue: int | None = None
 
     def pack(self) -> list[int]:
         """Words for an all-reduce with MIN; a value beside its negative shows disagreement."""
@@ -66,6 +68,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
             _NEUTRAL if self.abandoned is None else self.abandoned,
             self.settled,
             *(*self.held, *(0,) * HELD)[:HELD],
+            _NEUTRAL if self.overdue is None else self.overdue,
         ]
 
 
@@ -80,6 +83,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         failed: newest marked step whose persist failed on some rank.
         committed: newest committed step.
         abandoned: newest step that the coordinator gave up.
+        overdue: whether a persist is due by time.
     """
 
     differ: tuple[str, ...]
@@ -89,6 +93,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     committed: int
     abandoned: int
+    overdue: bool = False
 
     @classmethod
     def unpack(cls, words: Sequence[int]) -> Ticket:
@@ -102,6 +107,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             committed=words[8],
             abandoned=words[9],
             held=tuple(word == 1 for word in words[11 : 11 + HELD]),
+            overdue=words[11 + HELD] == 1,
         )
 
     def is_resolved(self, marked: int) -> bool:
@@ -158,11 +164,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What a save does, equal on all ranks.
 
     Attributes:
+        due: a persist is due by the user's policy, whether or not it can be made.
         marked: it is persisted as soon as its copy is done.
         full: it holds every expert.
         choice: the experts of both levels.
     """
 
+    due: bool
     marked: bool
     full: bool
     choice: Choice
@@ -196,12 +204,11 @@ def decide(
         full: the caller asked for every expert.
         forced: the caller asked for a persist now.
     """
-    due = forced or is_persist_due(step, last_marked, policy)
-    if policy.persist_every is not None and not has_base:
-        due = True
-    marked = due and (last_marked < 0 or ticket.is_resolved(last_marked))
+    due = is_persist_due(step, last_marked, policy, overdue=ticket.overdue)
+    wanted = due or forced or (policy.persist_every is not None and not has_base)
+    marked = wanted and (last_marked < 0 or ticket.is_resolved(last_marked))
     everything = full or (marked and not has_base)
     choice = choose(
         state.last_snapshot, state.last_commit, holders, policy, full=everything, marked=marked
     )
-    return Decision(marked=marked, full=everything, choice=choice)
+    return Decision(due=due, marked=marked, full=everything, choice=choice)

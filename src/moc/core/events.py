@@ -21,6 +21,7 @@ EventKind = Literal[
     "failed",
     "pruned",
     "restored",
+    "preempted",
     "warning",
 ]
 
@@ -31,7 +32,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         kind: see `EventKind`. ``memory``: the memory tier was laid out. ``snapshot_done``: the
             optimizer may step; ``persisted``: this rank's files are durable; ``committed``: the
-            machine may be lost. Only rank 0 sees ``memory``, ``committed``, ``abandoned`` and
+            machine may be lost; ``preempted``: a signal asks for the end, and all ranks save this
+            step first. Only rank 0 sees ``memory``, ``committed``, ``abandoned`` and
             ``pruned``.
         step: optimizer step. For ``restored`` the step that training goes on after: a logger that
             has later ones rewinds to it, as they are made again.

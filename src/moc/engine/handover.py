@@ -81,6 +81,14 @@ class Handover:
         )
         self._helper = Helper(hello, folder)
 
+    def give_up(self, step: int, why: str) -> None:
+        """End the helper in whatever it does for this step, and start another one."""
+        if self._helper is not None:
+            self._helper.kill()
+        self.counts["abandoned"] += 1
+        self._session.note("abandoned", step, text=why)
+        self.start(self._folder)
+
     def tell(self, message: object) -> None:
         """Send the helper a message, from any thread."""
         assert self._helper is not None

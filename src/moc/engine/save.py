@@ -7,12 +7,14 @@ decides alone, and no collective runs off the main thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
 from moc import knobs
-from moc.choose.cadence import is_persist_due, is_snapshot_due, next_snapshot
+from moc.choose.cadence import is_snapshot_due, next_snapshot
 from moc.choose.fate import settle
 from moc.choose.pick import Choice, ChooseState
 from moc.choose.ticket import Ticket, Words, decide
@@ -20,25 +22,33 @@ from moc.comm.group import Pending, agree, gather_values
 from moc.core.faults import FaultScript
 from moc.core.versions import Version
 from moc.engine.handover import Handover
+from moc.engine.looks import Looks
+from moc.engine.preempt import Watch
 from moc.engine.session import Session
 from moc.engine.snapshots import Snapshots
 from moc.engine.structure import Structure, agree_on_structure
 from moc.engine.tickets import Tickets
-from moc.errors import ConfigError, MocError, SaveError
+from moc.errors import ConfigError, MocError, Preempted, SaveError
 from moc.persist import messages as say
+from moc.persist.commit import versions_in
 from moc.snapshot.gate import Gate
 
 __all__ = ["Saver"]
 
 _MARGIN_SECS = 5.0  # so that the deadline of what is awaited, which says more, comes first
 _ROUND_SECS = 0.5  # between looks at how the other ranks fare, in `wait`
+_SHARE_FOR_THE_OLD = 0.5  # of the grace, for a persist in flight; its successor takes as long
 
 
 class Saver:
     """Saves of one rank in one attempt."""
 
     def __init__(
-        self, session: Session, memory_bytes: int | None, faults: FaultScript | None
+        self,
+        session: Session,
+        memory_bytes: int | None,
+        faults: FaultScript | None,
+        watch: Watch | None = None,
     ) -> None:
         """Hook into the optimizers; nothing is allocated or written before the first save."""
         self._session = session
@@ -46,6 +56,8 @@ class Saver:
         self._handover = Handover(session, faults)
         self._snapshots = Snapshots(session, self._handover)
         self._tickets = Tickets(session)
+        self._watch = watch
+        self._looks = Looks(session, watch)
         self._gate = Gate([*session.live.optimizers, *session.live.inner], self.fence)
         self._steps_seen = 0
         self._warned_idle = False
@@ -53,6 +65,7 @@ class Saver:
         self._state = ChooseState.fresh(session.experts_per_layer)
         self._pending: dict[int, Choice] = {}
         self._newest = -1
+        self._owed = False  # whether the newest save should have been persisted, and is not marked
         self._decided = -1  # newest marked step whose fate all ranks learned together, in `wait`
         self._last_persisted: tuple[tuple[int, ...], ...] = ()
         self._stall_secs: dict[int, float] = {}
@@ -67,6 +80,7 @@ class Saver:
             steps = tuple(tuple(v.step for v in row) for row in session.base_versions)
             self._state = ChooseState(steps, steps)
         self._handover.start(self._snapshots.open())
+        self._looks.begin(session.restored.step if session.restored else 0)
 
     def step(self, step: int) -> None:
         """After an optimizer step; see `CheckpointManager.step`."""
@@ -80,9 +94,13 @@ class Saver:
             return
         self._steps_seen = self._gate.steps
         self._handover.listen()
-        if is_snapshot_due(step, session.policy):
+        if step >= self._looks.next:
+            self._looks.take(step)
+            if self._looks.asked is not None:
+                self._stop(step, *self._looks.asked)
+        if is_snapshot_due(step, session.policy, self._looks.due):
             self.save(step)
-        elif next_snapshot(step, session.policy) == step + 1:
+        elif self._is_next(step + 1):
             self._tickets.post(self._words(step + 1))
         self._surface()
 
@@ -114,7 +132,9 @@ class Saver:
             forced=forced,
         )
         self._newest = step
-        if not decision.marked and is_persist_due(step, self._handover.marked, session.policy):
+        self._owed = decision.due and not decision.marked
+        self._looks.saved(step, marked=decision.marked)
+        if self._owed:
             self._pass_over(step)
         if decision.marked:
             self._handover.marked = step
@@ -135,7 +155,7 @@ class Saver:
         self._state = self._state.snapshotted(step, decision.choice.snapshot)
         self._handover.counts["saves"] += 1
         self._stall(step, knobs.monotonic() - start)
-        if next_snapshot(step, session.policy) == step + 1:
+        if self._is_next(step + 1):
             self._tickets.post(self._words(step + 1))
         session.flush()
 
@@ -147,8 +167,11 @@ class Saver:
             self._stall(self._newest, knobs.monotonic() - start)
         self._snapshots.prove(self._newest)
 
-    def wait(self) -> None:
+    def wait(self, timeout_secs: float | None = None) -> None:
         """Until the newest marked save is committed. Collective.
+
+        Args:
+            timeout_secs: give it up then; by default the policy's and a margin.
 
         Raises:
             SaveError: it was not; names the step, and the ranks to blame.
@@ -158,8 +181,9 @@ class Saver:
         if step < 0:
             return
         self._tickets.drop(-1)
-        # Later than the helper's own, which says who is missing.
-        deadline = knobs.monotonic() + session.policy.timeout_secs + _MARGIN_SECS
+        if timeout_secs is None:  # later than the helper's own, which says who is missing
+            timeout_secs = session.policy.timeout_secs + _MARGIN_SECS
+        deadline = knobs.monotonic() + timeout_secs
         while True:  # in rounds: a rank that failed must not leave the others waiting
             problem = self._hear_of(step, deadline)
             mine = (problem, fate.committed, fate.abandoned, fate.failed, fate.is_over(step))
@@ -178,6 +202,19 @@ class Saver:
             problems += [str(failure) for failure in fate.take_failures(step)]
             raise SaveError(f"step {step} was not committed: {'; '.join(problems)}", step=step)
         self._surface()
+
+    def stop_if_asked(self, step: int) -> None:
+        """After a restore: end where some rank was told to meanwhile. Collective.
+
+        Raises:
+            Preempted: so it is.
+        """
+        if self._watch is None:
+            return
+        told = gather_values(self._session.group, self._watch.words, tuple[int | None, int])
+        graces = [grace for grace, _ in told if grace is not None]
+        if graces:
+            self._stop(step, max(signum for _, signum in told), min(graces), train=False)
 
     def stats(self) -> dict[str, object]:
         """See `CheckpointManager.stats`."""
@@ -222,7 +259,58 @@ class Saver:
         if errors:
             raise errors[0]
 
+    # ------------------------------------------------------------------ the end
+
+    def _stop(self, step: int, signum: int, grace_usecs: int, *, train: bool = True) -> NoReturn:
+        """All ranks were told to end after this step: save it whole, and end. Collective.
+
+        Args:
+            step: the step just made, or restored.
+            signum: the signal.
+            grace_usecs: until some rank ends itself.
+            train: whether the step is a new one; a restored one is stored already.
+        """
+        watch, session, persists = self._watch, self._session, self._session.policy.persist_every
+        assert watch is not None
+        watch.agree(signum, grace_usecs / 1e6)
+        text = f"signal {signum}: saving it, and ending; {watch.left_secs:.1f} s are left"
+        session.note("preempted", step, text=text)
+        session.flush()
+        problem: Exception | None = None
+        try:
+            if train:
+                self._clear_the_way(watch.left_secs * _SHARE_FOR_THE_OLD)
+                self.save(step, full=True, forced=persists is not None)
+            if persists is None:
+                self._settle_copy()
+                watch.saved = self._snapshots.sealed >= step or not train
+            else:
+                self.wait()
+                watch.saved = True
+        except (MocError, OSError, RuntimeError) as error:
+            problem = error
+            # Another rank may have left, with the news that it is committed.
+            with contextlib.suppress(MocError, OSError):
+                watch.saved = Version(step, session.attempt) in versions_in(session.store)
+        session.flush()
+        code = session.policy.preempt_exit_code if watch.saved else 128 + signum
+        raise Preempted(code, step=step, saved=watch.saved, signum=signum) from problem
+
+    def _clear_the_way(self, timeout_secs: float) -> None:
+        """Let the persist in flight finish so long; then the helpers drop it."""
+        step = self._handover.marked
+        if self._decided >= step:
+            return
+        try:
+            self.wait(timeout_secs)
+        except SaveError as error:
+            self._handover.give_up(step, str(error))
+
     # ------------------------------------------------------------------ ticket
+
+    def _is_next(self, step: int) -> bool:
+        """Whether a snapshot is known to be due at the step to come."""
+        return next_snapshot(step - 1, self._session.policy, self._looks.due) == step
 
     def _words(self, due: int) -> Words:
         """What this rank has to say about a save."""
@@ -238,6 +326,7 @@ class Saver:
             failed=fate.failed,
             committed=fate.committed if is_coordinator else None,
             abandoned=fate.abandoned if is_coordinator else None,
+            overdue=int(self._looks.overdue) if is_coordinator else None,
         )
 
     def _close_ticket(self, step: int, ticket: Ticket) -> tuple[Structure, Pending]:
@@ -362,8 +451,7 @@ class Saver:
 
     def _make_up(self) -> None:
         """Persist the newest save if one was due and had to be passed over for another's sake."""
-        is_newest = self._gate.steps == self._steps_seen
-        if is_newest and is_persist_due(self._newest, self._handover.marked, self._session.policy):
+        if self._owed and self._gate.steps == self._steps_seen:
             self.save(self._newest, forced=True)
             self.wait()
 

@@ -1,14 +1,25 @@
-"""The one owner of threads in a trainer: one worker, one task at a time, failures kept."""
+"""The one owner of threads in a trainer: one worker, one task at a time, failures kept.
+
+Where signals are listened for there is a second one; it waits for the kernel and for the clock.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
 from moc.errors import DeadlineError
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "start_listener"]
+
+
+def start_listener(task: Callable[[], None]) -> threading.Thread:
+    """A thread that Python does not wait for when it ends; the task keeps its own failures."""
+    thread = threading.Thread(target=task, name="moc-preempt", daemon=True)
+    thread.start()
+    return thread
 
 
 class Worker:
