@@ -283,7 +283,7 @@ class Saver:
                 self.save(step, full=True, forced=persists is not None)
             if persists is None:
                 self._settle_copy()
-                watch.saved = self._snapshots.sealed >= step or not train
+                watch.saved = not train or self._snapshots.held()[:1] == (1,)
             else:
                 self.wait()
                 watch.saved = True
