@@ -17,7 +17,7 @@ log = logging.getLogger("moc")
 
 Sink = Callable[[Event], None]
 
-_LOUD = ("failed", "torn", "abandoned", "warning")
+_LOUD = ("failed", "torn", "abandoned", "preempted", "warning")
 
 
 def fan_out(*sinks: Sink) -> Sink:
