@@ -15,6 +15,7 @@ from pathlib import Path
 from moc.errors import ConfigError
 
 __all__ = [
+    "as_utc",
     "child_environment",
     "has_agent_store",
     "local_rank",
@@ -110,6 +111,11 @@ def now_secs() -> float:
 def now_utc() -> str:
     """The time as ISO 8601 in UTC, to the second: ``2026-01-31T12:00:00+00:00``."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def as_utc(secs: float) -> str:
+    """Seconds since 1970 as ISO 8601 in UTC, to the second."""
+    return datetime.fromtimestamp(secs, timezone.utc).isoformat(timespec="seconds")
 
 
 def _int(name: str, *, default: int, least: int) -> int:

@@ -80,7 +80,10 @@ class CheckpointManager:
             ``preempt_grace_secs``, and `step` raises `moc.Preempted`. Others who listen for these
             signals get them back at `close`. See ``docs/when.md``.
         fresh: start over at step 0; what the run already holds is off the history from then on,
-            and retention removes it after the first commit.
+            and retention removes it after the first commit, multiples of ``keep_every`` excepted.
+        take_over: go on though another job is training in this run on one of these nodes, which
+            is refused otherwise (`RunBusy`). Its helpers are ended, and its saves fail from the
+            moment this manager starts an attempt.
         on_event: called with every `Event` of this rank, on the main thread; `moc.metrics` has
             ready ones. What it raises is logged once and costs nothing else.
 
@@ -104,6 +107,7 @@ class CheckpointManager:
         exclude_frozen: bool = False,
         preempt_signals: Sequence[int] = (),
         fresh: bool = False,
+        take_over: bool = False,
         on_event: Callable[[Event], None] | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -171,6 +175,7 @@ class CheckpointManager:
             tokens=tokens,
             model_id=f"{digest_plan(sorted(set(prints))):016x}",
             nodes=[keys.index(key) for key in keys],
+            take_over=take_over,
             on_event=on_event,
         )
         self._watch = _watch_for(signals, group, self._policy)

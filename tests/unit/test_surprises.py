@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tiny import EACH, Managers, adamw, dense, run_steps, state_of, train
+from tests.support.tiny import EACH, Managers, adamw, dense, moe, run_steps, state_of, train
 from torch import nn
 
 import moc
@@ -219,3 +220,47 @@ def test_a_buffer_bound_anew_within_a_compiled_part_is_saved_as_it_is(managers: 
     again = make(1)
     managers(again, adamw(again)).restore()
     assert torch.equal(again[0]._orig_mod.mean, model[0]._orig_mod.mean)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_base_that_vanishes_costs_one_save_and_no_more(managers: Managers, damage: str) -> None:
+    model = moe(0)
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=1, k_snapshot=2, k_persist=1)
+    manager = managers(model, optimizer, policy=policy)
+    run_steps(manager, model, optimizer, [1, 2], lambda _: manager.wait())
+    manifest = managers.run / "step-00000002-a0001/manifest.json"
+    if damage == "gone":
+        manifest.unlink()
+    else:
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    run_steps(manager, model, optimizer, [3])
+    with pytest.raises(SaveError, match="builds on step 2 .*the next save is full"):
+        manager.wait()
+    run_steps(manager, model, optimizer, [4, 5], lambda _: manager.wait())
+    then = state_of(model, optimizer)
+    manager.close()
+    again = moe(1)
+    fresh = adamw(again)
+    elsewhere = managers.memory_dir / "another"
+    report = managers(again, fresh, policy=policy, memory_dir=elsewhere).restore()
+    assert report is not None
+    assert (report.step, report.oldest_expert_age) == (5, 1)
+    assert then.keys() == state_of(again, fresh).keys()
+
+
+def test_steps_that_are_kept_for_ever_outlive_a_rollback_and_a_fresh_start(
+    managers: Managers,
+) -> None:
+    policy = moc.Policy(snapshot_every=1, persist_every=1, keep_latest_k=1, keep_every=3)
+    for asked, fresh, steps in ((None, False, range(1, 5)), (3, False, [4, 5]), (None, True, [1])):
+        model = dense(0)
+        optimizer = adamw(model)
+        with managers(model, optimizer, policy=policy, fresh=fresh) as manager:
+            manager.restore(asked)
+            run_steps(manager, model, optimizer, list(steps), lambda _: manager.wait())  # noqa: B023
+    kept = sorted(p.parent.name for p in managers.run.glob("step-*/manifest.json"))
+    assert kept == ["step-00000001-a0003", "step-00000003-a0001"]
+    files = json.loads((managers.run / "step-00000003-a0001/manifest.json").read_bytes())["files"]
+    assert files
+    assert all((managers.run / file["key"]).exists() for file in files)

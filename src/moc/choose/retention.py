@@ -139,8 +139,9 @@ def sweep(
     """Mark the files that kept manifests name, and sweep the rest.
 
     Kept are the newest ``keep_latest_k`` live *complete* steps (all files they name are listed),
-    live multiples of ``keep_every``, whatever is newer than the oldest of the first, and
-    ``protect``. Committed steps off the live history are retired, if their attempt is over.
+    multiples of ``keep_every`` whether live or not, whatever is newer than the oldest of the first,
+    and ``protect``. Other committed steps off the live history are retired, if their attempt is
+    over.
 
     Never touched: anything while no live complete step exists; attempts newer than the timeline
     (then this process is the late one); folders without a manifest that are still live and not
@@ -168,10 +169,9 @@ def sweep(
     retire: list[Version] = []
     for version in sorted(facts):
         over = version.attempt < timeline.head or timeline.is_live(version)
-        wanted = timeline.is_live(version) and (
-            keep_latest_k is None
-            or version >= oldest
-            or (keep_every is not None and version.step % keep_every == 0)
+        for_ever = keep_every is not None and version.step % keep_every == 0
+        wanted = for_ever or (
+            timeline.is_live(version) and (keep_latest_k is None or version >= oldest)
         )
         kept = wanted or version in shielded or not over
         (keep if kept else retire).append(version)

@@ -40,6 +40,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         committed: newest committed step, -1 for none; rank 0 knows, others pass None.
         abandoned: newest abandoned step, -1 for none; rank 0 knows, others pass None.
         overdue: 1 if a persist is due by time, else 0; rank 0's clock counts, others pass None.
+        base_gone: committed step that was found gone from storage, -1 for none.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     committed: int | None = None
     abandoned: int | None = None
     overdue: int | None = None
+    base_gone: int = -1
 
     def pack(self) -> list[int]:
         """Words for an all-reduce with MIN; a value beside its negative shows disagreement."""
@@ -67,6 +69,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
             _NEUTRAL if self.committed is None else self.committed,
             _NEUTRAL if self.abandoned is None else self.abandoned,
             self.settled,
+            -self.base_gone,
             *(*self.held, *(0,) * HELD)[:HELD],
             _NEUTRAL if self.overdue is None else self.overdue,
         ]
@@ -84,6 +87,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         committed: newest committed step.
         abandoned: newest step that the coordinator gave up.
         overdue: whether a persist is due by time.
+        base_gone: committed step that some rank found gone from storage.
     """
 
     differ: tuple[str, ...]
@@ -94,6 +98,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     committed: int
     abandoned: int
     overdue: bool = False
+    base_gone: int = -1
 
     @classmethod
     def unpack(cls, words: Sequence[int]) -> Ticket:
@@ -106,8 +111,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             failed=-words[7],
             committed=words[8],
             abandoned=words[9],
-            held=tuple(word == 1 for word in words[11 : 11 + HELD]),
-            overdue=words[11 + HELD] == 1,
+            base_gone=-words[11],
+            held=tuple(word == 1 for word in words[12 : 12 + HELD]),
+            overdue=words[12 + HELD] == 1,
         )
 
     def is_resolved(self, marked: int) -> bool:

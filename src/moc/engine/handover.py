@@ -27,6 +27,7 @@ class Handover:
         persisted: newest step whose files and receipt of this rank are durable.
         committed: newest committed step; rank 0 hears of it first.
         abandoned: newest step that the coordinator gave up; rank 0 only.
+        base_gone: committed step that this rank's helper last found gone, -1 for none.
         counts: how often what happened.
         committed_bytes: bytes of each committed step's own files; rank 0 only.
         referenced_bytes: bytes that each committed step did not write, as they had not changed;
@@ -46,6 +47,7 @@ class Handover:
         self.persisted = -1
         self.committed = -1
         self.abandoned = -1
+        self.base_gone = -1
         self.committed_bytes: dict[int, int] = {}
         self.referenced_bytes: dict[int, int] = {}
         self.counts = dict.fromkeys(
@@ -176,6 +178,8 @@ class Handover:
                 )
             case say.Failed():
                 step, where = message.version.step, message.path or "no path"
+                if message.base_gone is not None:
+                    self.base_gone = message.base_gone.step
                 self.fail(
                     step,
                     f"persist of step {step} failed on rank {session.rank} ({where}): "

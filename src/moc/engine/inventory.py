@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,10 +12,11 @@ from moc import knobs
 from moc.comm.group import agree, gather_values
 from moc.core.manifest import Manifest, RunInfo, Seal, encode_json
 from moc.core.versions import Timeline, Version
-from moc.engine.session import Session
+from moc.engine.session import Session, host_name
 from moc.errors import DamagedError, KeyExists, KeyMissing, RunBusy
 from moc.persist.client import orphans, stop
 from moc.persist.commit import load_manifest, load_timeline, roll_forward, versions_in
+from moc.persist.residents import live_trainers, start_time
 from moc.persist.survey import RUN_KEY, find_run, read_run
 from moc.snapshot.buffers import lock_holders, read_seals, run_memory
 
@@ -21,6 +24,7 @@ __all__ = ["StoreFacts", "identify", "list_memory", "read_store", "settle_orphan
 
 _KILL_SECS = 5.0
 _POLL_SECS = 0.02
+_LEAVE_SECS = 2.0
 
 
 class StoreFacts(msgspec.Struct):
@@ -72,19 +76,51 @@ def settle_orphans(session: Session) -> None:
     """Let helpers of the attempt before finish what they write, then end them. Collective.
 
     They may hold complete files whose receipts are on the way; a commit after the step to resume
-    from is chosen would come too late.
+    from is chosen would come too late. Helpers whose trainer lives belong to another job.
+
+    Raises:
+        RunBusy: another job trains in this run on one of the nodes, and is not to be taken over.
     """
+    told = gather_values(session.group, (host_name(), os.getpid()), tuple[str, int])
+    ours = [pid for host, pid in told if host == host_name()]
 
     def settle() -> None:
+        if session.is_lister and session.run_id:
+            _refuse_two(session, ours)
         folder = run_memory(session.memory_dir, session.run_id)
         if not session.is_lister or not folder.is_dir():
             return
         end = knobs.monotonic() + session.policy.grace_secs
         while lock_holders(folder) and knobs.monotonic() < end:
             knobs.sleep(_POLL_SECS)
-        stop(orphans(str(folder)), _KILL_SECS)
+        spared = {r.pid for r in live_trainers(str(folder), "", ours)} if not session.take_over else ()
+        stop([pid for pid in orphans(str(folder)) if pid not in spared], _KILL_SECS)
 
     agree(session.group, settle)
+
+
+def _refuse_two(session: Session, ours: Sequence[int]) -> None:
+    """Two jobs in one run would overwrite each other's buffers and undo each other's history."""
+    if session.take_over:
+        return
+    folder = str(run_memory(session.memory_dir, session.run_id))
+    end = knobs.monotonic() + min(session.policy.grace_secs, _LEAVE_SECS)
+    # A manager that has just been left lets its helper finish while its process lives on.
+    while others := live_trainers(folder, session.store.url, ours):
+        if knobs.monotonic() > end:
+            break
+        knobs.sleep(_POLL_SECS)
+    if not others:
+        return
+    pids = sorted({other.trainer for other in others})
+    began = start_time(pids[0])
+    since = f" since {knobs.as_utc(began)}" if began is not None else ""
+    more = f" and {len(pids) - 1} more" if len(pids) > 1 else ""
+    raise RunBusy(
+        f"{session.store.url} is being trained by process {pids[0]}{more} on {host_name()}{since}; "
+        "one run serves one job at a time: end that one, use another directory, or take the run "
+        "over with CheckpointManager(take_over=True), after which its saves fail"
+    )
 
 
 def read_store(session: Session) -> StoreFacts:

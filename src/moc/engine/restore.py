@@ -113,6 +113,7 @@ def start_fresh(session: Session, *, force: bool) -> None:
         RestoreError: the run has live versions and ``force`` is not set.
     """
     identify(session, write=True)
+    settle_orphans(session)
     facts = read_store(session)
     seals = list_memory(session)
     live = {s.version.step for _, s in seals if facts.timeline.is_live(s.version)}

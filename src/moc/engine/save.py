@@ -327,6 +327,7 @@ class Saver:
             committed=fate.committed if is_coordinator else None,
             abandoned=fate.abandoned if is_coordinator else None,
             overdue=int(self._looks.overdue) if is_coordinator else None,
+            base_gone=fate.base_gone,
         )
 
     def _close_ticket(self, step: int, ticket: Ticket) -> tuple[Structure, Pending]:
@@ -374,6 +375,9 @@ class Saver:
     def _learn(self, ticket: Ticket) -> None:
         self._snapshots.learn(ticket.held)
         self._apply_fate(ticket.committed, ticket.abandoned, ticket.failed)
+        base = self._session.base
+        if base is not None and base.step == ticket.base_gone:
+            self._session.base = None  # nothing to inherit from: the next save is full
         self._abandon_hopeless(ticket.committed, ticket.abandoned, ticket.failed)
 
     def _abandon_hopeless(self, committed: int, abandoned: int, failed: int) -> None:

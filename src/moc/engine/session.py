@@ -55,6 +55,7 @@ class Session:
         unsound: keys of data files in which the restore found bad bytes.
         routed: its token counts.
         weights_only: weights were asked for and nothing else: the run is only read.
+        take_over: go on though another job is training in this run.
     """
 
     group: Group
@@ -80,6 +81,7 @@ class Session:
     unsound: list[str] = field(default_factory=list)
     routed: Totals = field(default_factory=list)
     weights_only: bool = False
+    take_over: bool = False
     _events: deque[Event] = field(default_factory=deque)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ and costs 50 ms and a few MB. It finishes or gives up within a deadline when its
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import socket
 import sys
@@ -88,6 +87,17 @@ class _Files:
         self.pieces += [PieceRecord(r.piece, file, r.offset, r.digest) for r in records]
 
 
+class _BaseGone(MocError):
+    """What a save builds on cannot be read and never will: no try is worth the time."""
+
+    def __init__(self, base: Version | None, error: MocError) -> None:
+        super().__init__(
+            f"it builds on step {base}, whose manifest is gone or damaged ({error}); the next "
+            "save is full"
+        )
+        self.base = base
+
+
 class Agent:
     """One trainer's helper. Single-threaded: at most one persist is in flight."""
 
@@ -149,7 +159,8 @@ class Agent:
         except (MocError, OSError) as error:
             self._parts.pop(version, None)
             path = getattr(error, "key", "") or getattr(error, "filename", "") or ""
-            self._say(Failed(version, str(error), str(path), self._secs()))
+            gone = error.base if isinstance(error, _BaseGone) else None
+            self._say(Failed(version, str(error), str(path), self._secs(), gone))
 
     def _persist_part(self, message: PersistPart) -> None:
         with shared_buffer(message.buffer) as view:
@@ -211,10 +222,11 @@ class Agent:
     ) -> tuple[Split, Manifest | None]:
         """Which pieces are referenced."""
         base, fate = None, Split()
-        # Without a base there is nothing to rest on; the commit will say what it needs.
-        with contextlib.suppress(KeyMissing, DamagedError):
-            base = load_manifest(self._store, head.base) if head.base else None
-        if base is not None:
+        if head.base is not None:
+            try:
+                base = load_manifest(self._store, head.base)
+            except (KeyMissing, DamagedError) as error:
+                raise _BaseGone(head.base, error) from error
             same = unchanged(records, base)
             used = {r.file for r in same}
             infos = [base.files[i] for i in sorted(used)]
@@ -335,6 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="connected socket to the trainer")
     parser.add_argument("--memory", default="", help="memory directory, for people who run ps")
     parser.add_argument("--rank", type=int, default=0, help="rank, for people who run ps")
+    parser.add_argument("--run", default="", help="URL of the run, for whoever looks for it")
+    parser.add_argument("--trainer", type=int, default=0, help="process id of the trainer")
     options = parser.parse_args(arguments)
     channel = Channel(socket.socket(fileno=options.fd), ToHelper)
     hello: Hello | None = None

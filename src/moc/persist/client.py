@@ -14,6 +14,7 @@ from pathlib import Path
 from moc import knobs
 from moc.errors import DeadlineError, HelperError
 from moc.persist.messages import Channel, Close, FromHelper, Hello
+from moc.persist.residents import residents
 
 __all__ = ["Helper", "orphans", "stop"]
 
@@ -31,6 +32,7 @@ class Helper:
         self.memory_dir = memory_dir
         command = [sys.executable, "-m", "moc.persist.agent", "--fd", str(theirs.fileno())]
         command += ["--memory", memory_dir, "--rank", str(hello.rank)]
+        command += ["--run", hello.url, "--trainer", str(os.getpid())]
         with theirs, open(_log_path(memory_dir, hello.rank), "ab") as log:
             # The helper must find what this process can import, wherever it was started.
             self._process = subprocess.Popen(
@@ -135,15 +137,7 @@ def orphans(folder: str) -> list[int]:
     Args:
         folder: the run's folder in the memory tier.
     """
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended in the meantime
-        if b"moc.persist.agent" in words and folder.encode() in words:
-            found.append(int(entry.parent.name))
-    return sorted(found)
+    return [r.pid for r in residents() if r.folder == folder]
 
 
 def stop(pids: Sequence[int], deadline_secs: float) -> None:

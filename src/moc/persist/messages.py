@@ -132,12 +132,20 @@ class Persisted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank's part of the save failed for good."""
+    """This rank's part of the save failed for good.
+
+    Attributes:
+        version: of the save.
+        error: what went wrong.
+        path: the file or key, empty where none is to blame.
+        base_gone: the committed step that the save builds on is missing or damaged.
+    """
 
     version: Version
     error: str
     path: str
     secs: float = 0.0
+    base_gone: Version | None = None
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
