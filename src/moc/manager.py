@@ -32,7 +32,7 @@ from moc.engine.save import Saver
 from moc.engine.session import Session
 from moc.errors import ConfigError, KeyMissing, LayoutError, MocError, Preempted, RestoreError
 from moc.persist.commit import load_manifest, load_timeline, versions_in
-from moc.snapshot.buffers import node_key
+from moc.snapshot.buffers import DEFAULT_MEMORY_DIR, node_key
 from moc.state.describe import describe
 from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
 from moc.state.extras import Extras
@@ -48,7 +48,6 @@ _READ_ONLY = (
     "only weights were restored, so this manager writes nothing; save to another directory, with a "
     "manager of its own"
 )
-_DEFAULT_MEMORY_DIR = Path("/dev/shm")
 
 
 class CheckpointManager:
@@ -133,7 +132,7 @@ class CheckpointManager:
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
         # The helper looks from another folder.
-        memory = Path(memory_dir or knobs.memory_dir() or _DEFAULT_MEMORY_DIR).absolute()
+        memory = Path(memory_dir or knobs.memory_dir() or DEFAULT_MEMORY_DIR).absolute()
 
         def look() -> tuple[Store, LiveState, Extras, str, tuple[int, ...]]:
             # A read that fails once must not cost a step; the helper has tries of its own.

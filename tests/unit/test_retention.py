@@ -309,7 +309,8 @@ def test_sweep_never_hurts_what_is_kept(data: st.DataObject) -> None:
     if keys:
         keys -= data.draw(st.sets(st.sampled_from(sorted(keys)), max_size=2))
     keep_k = data.draw(st.none() | st.integers(1, 4))
-    plan = sweep(facts, sorted(keys), history, keep_k, data.draw(st.none() | st.integers(1, 4)))
+    every_n = data.draw(st.none() | st.integers(1, 4))
+    plan = sweep(facts, sorted(keys), history, keep_k, every_n)
 
     named = {m.version: m.files for m in facts}
     assert set(plan.keep) | set(plan.retire) == set(named)
@@ -333,7 +334,8 @@ def test_sweep_never_hurts_what_is_kept(data: st.DataObject) -> None:
     kept_complete = [v for v in plan.keep if v in complete]
     assert len(kept_complete) >= min(len(complete), keep_k or len(complete))
     assert all(named[v] <= left for v in kept_complete)
-    again = sweep([m for m in facts if m.version in plan.keep], sorted(left), history, keep_k, None)
+    rest = [m for m in facts if m.version in plan.keep]
+    again = sweep(rest, sorted(left), history, keep_k, every_n)
     if keep_k is None:
         assert again.delete == ()
 

@@ -41,6 +41,8 @@ _VERBS = {
     "show": _Verb("moc.cli.show", "run", "show one step: files, age of each expert, attempts"),
     "verify": _Verb("moc.cli.verify", "run", "read a run's bytes and name what is damaged"),
     "report": _Verb("moc.cli.report", "run", "draw what a run's events tell, as one HTML page"),
+    "prune": _Verb("moc.cli.prune", "run", "delete old steps, and say why the rest stays"),
+    "clean": _Verb("moc.cli.clean", "run", "remove what dead runs have left in this memory"),
     "doctor": _Verb("moc.cli.doctor", "run", "check this machine before the first step"),
 }
 

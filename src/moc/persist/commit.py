@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from moc import knobs
 from moc.choose.retention import ManifestFacts, Sweep, sweep
@@ -28,10 +29,12 @@ __all__ = [
     "load_manifest",
     "load_timeline",
     "missing_receipts",
+    "named_files",
     "plan_sweep",
     "prune",
     "put_attempt",
     "roll_forward",
+    "unfinished_bases",
     "versions_in",
 ]
 
@@ -180,6 +183,7 @@ def plan_sweep(
     timeline: Timeline,
     keep_latest_k: int | None,
     keep_every: int | None,
+    protected: Sequence[Version] = (),
 ) -> Sweep:
     """What retention would remove now.
 
@@ -187,7 +191,7 @@ def plan_sweep(
     files that the one it builds on needs as well: so the newest may be missing here, and any
     other is found by what builds on it.
     """
-    facts, protect = [], []
+    facts, protect = [], list(protected)
     todo = versions_in(store, timeline)
     seen = set(todo)
     while todo:
@@ -206,6 +210,30 @@ def plan_sweep(
             todo.append(base)
     keys = [key for key in store.list() if parse_step_dir(key.partition("/")[0]) is not None]
     return sweep(facts, keys, timeline, keep_latest_k, keep_every, protect)
+
+
+def named_files(store: Store, versions: Sequence[Version]) -> dict[str, list[Version]]:
+    """Which of these steps name a file, by key; a damaged manifest names none."""
+    named: dict[str, list[Version]] = {}
+    for version in versions:
+        with suppress(DamagedError, KeyMissing):
+            for file in load_manifest(store, version).files:
+                named.setdefault(file.key, []).append(version)
+    return named
+
+
+def unfinished_bases(store: Store, timeline: Timeline) -> list[Version]:
+    """Steps that live, uncommitted saves build on, as far as rank 0's receipts tell."""
+    bases = []
+    for version in filter(timeline.is_live, versions_in(store)):
+        if store.exists(manifest_key(version)):
+            continue
+        with suppress(DamagedError, KeyMissing):
+            key = receipt_key(version, 0)
+            head = decode_json(store.get(key), Receipt, key).head
+            if head is not None and head.base is not None:
+                bases.append(head.base)
+    return bases
 
 
 def prune(store: Store, plan: Sweep) -> list[str]:

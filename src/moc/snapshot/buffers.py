@@ -33,18 +33,24 @@ from moc.core.versions import Timeline, Version
 from moc.errors import ConfigError, DamagedError, SaveError
 
 __all__ = [
+    "DEFAULT_MEMORY_DIR",
     "Buffer",
     "BufferPool",
+    "RunFolder",
     "lock_holders",
     "node_key",
     "read_seals",
     "remove_dead",
+    "remove_folder",
     "remove_forgotten",
+    "run_folders",
     "run_memory",
     "usable_bytes",
 ]
 
 log = logging.getLogger(__name__)
+
+DEFAULT_MEMORY_DIR = Path("/dev/shm")
 
 _RUN_FOLDER = re.compile(r"moc-[0-9a-f]{16}")
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
@@ -83,6 +89,22 @@ def usable_bytes(memory_dir: Path) -> int:
     """Free bytes of the file system that holds the memory tier."""
     facts = os.statvfs(memory_dir)
     return facts.f_bavail * facts.f_frsize
+
+
+class RunFolder(msgspec.Struct, frozen=True):
+    """A run's folder in the memory tier.
+
+    Attributes:
+        path: of the folder.
+        touched: seconds since 1970, of the youngest thing in it.
+        nbytes: memory that it takes.
+        is_locked: a process writes or reads a buffer.
+    """
+
+    path: Path
+    touched: float
+    nbytes: int
+    is_locked: bool
 
 
 class Buffer:
@@ -303,18 +325,45 @@ def remove_forgotten(memory_dir: Path, run_id: str, older_than: float) -> list[P
         run_id: of the run that stays in any case.
         older_than: seconds since 1970; a folder with anything younger stays.
     """
-    removed = []
+    mine = run_memory(memory_dir, run_id)
+    return [
+        folder.path
+        for folder in run_folders(memory_dir, besides=mine)
+        if folder.touched < older_than
+        and not folder.is_locked
+        and remove_folder(folder.path) is None
+    ]
+
+
+def run_folders(memory_dir: Path, *, besides: Path | None = None) -> list[RunFolder]:
+    """Runs' folders in a memory directory, by name; those of other users are left out.
+
+    Args:
+        memory_dir: directory of the memory tier.
+        besides: a folder that is not looked into: its locks may be this process's own.
+    """
+    found = []
     for folder in sorted(memory_dir.glob("moc-*")):
+        if folder == besides or not _RUN_FOLDER.fullmatch(folder.name) or folder.is_symlink():
+            continue
         try:
-            if folder == run_memory(memory_dir, run_id) or not _RUN_FOLDER.fullmatch(folder.name):
-                continue
-            times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-            if max(times) < older_than and not lock_holders(folder):
-                shutil.rmtree(folder)
-                removed.append(folder)
+            facts = [path.lstat() for path in (folder, *folder.iterdir())]
+            touched = max(fact.st_mtime for fact in facts)
+            nbytes = sum(fact.st_blocks * 512 for fact in facts)
+            found.append(RunFolder(folder, touched, nbytes, bool(lock_holders(folder))))
         except OSError as error:  # another user's, or another process is faster
             log.debug("leaving %s: %s", folder, error)
-    return removed
+    return found
+
+
+def remove_folder(folder: Path) -> OSError | None:
+    """Remove a run's folder; returns what was in the way."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        log.debug("leaving %s: %s", folder, error)
+        return error
+    return None
 
 
 def _seal_facts(buffer: Path) -> Seal | None:
