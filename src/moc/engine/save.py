@@ -38,6 +38,11 @@ __all__ = ["Saver"]
 _MARGIN_SECS = 5.0  # so that the deadline of what is awaited, which says more, comes first
 _ROUND_SECS = 0.5  # between looks at how the other ranks fare, in `wait`
 _SHARE_FOR_THE_OLD = 0.5  # of the grace, for a persist in flight; its successor takes as long
+_PRIVATE = (
+    "{folder} is too small for the buffers, so they are private memory: what a killed trainer has "
+    "not committed yet is lost with it, and only commits survive. To keep snapshots over a kill: "
+    "mount -o remount,size=... {folder}, docker --shm-size=..., or memory_dir= on a larger tmpfs"
+)
 
 
 class Saver:
@@ -407,10 +412,13 @@ class Saver:
     def _restructure(self) -> Structure:
         session = self._session
         structure = agree_on_structure(session, self._structure, self._memory_bytes)
-        agree(session.group, lambda: self._snapshots.allocate(structure))
-        self._structure = structure
         if session.rank == 0:
             self._tell_structure(structure)
+        if structure.is_private:
+            session.note("warning", 0, text=_PRIVATE.format(folder=session.memory_dir))
+        session.flush()  # what is taken is said before it is taken
+        agree(session.group, lambda: self._snapshots.allocate(structure))
+        self._structure = structure
         return structure
 
     def _pass_over(self, step: int) -> None:
@@ -432,7 +440,10 @@ class Saver:
             structure.buffer_bytes,
             structure.buffers_wanted,
         )
-        text = f"{count} buffers of {nbytes / 1e6:.1f} MB per rank in {session.memory_dir}"
+        text = (
+            f"{count} buffers of {nbytes / 1e6:.1f} MB per rank in {session.memory_dir}, "
+            f"{structure.node_bytes / 1e6:.1f} MB on this node; free: {structure.memory_free}"
+        )
         if count < wanted:
             text += f"; {wanted} would keep every expert's newest version in memory"
         session.note("memory", 0, nbytes=count * nbytes, text=text)

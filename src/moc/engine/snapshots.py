@@ -87,7 +87,7 @@ class Snapshots:
         """
         assert self.pool is not None
         self._on_trial = []  # no forward ran since, which would have proven something
-        self.pool.open(structure.buffers)
+        self.pool.open(structure.buffers, private=structure.is_private)
         self.pool.allocate(structure.buffer_bytes)
 
     def close(self) -> None:

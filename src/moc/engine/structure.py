@@ -19,7 +19,8 @@ from moc.core.safetensors import in_file_order, make_header
 from moc.engine.session import Session
 from moc.errors import LayoutError, SaveError
 from moc.plan.save import RankPlan, plan_save
-from moc.snapshot.buffers import run_memory, usable_bytes
+from moc.snapshot.buffers import run_memory
+from moc.snapshot.room import available_ram, usable_bytes
 from moc.state.extras import Large, encode
 from moc.state.groups import capture_groups
 from moc.state.live import BUFFER, REGISTERED, Region
@@ -82,6 +83,9 @@ class Structure:
         left_out: names of buffers that are not saved by rule.
         extras_room: pieces that large tensors among the extras may make.
         frozen: names of parameters that no rank saves because they are not trained.
+        memory_free: what the memory tier has, for people.
+        is_private: buffers are private memory, as the tmpfs is too small.
+        node_bytes: of all buffers of the ranks of this node.
     """
 
     plan: RankPlan
@@ -95,6 +99,9 @@ class Structure:
     left_out: tuple[str, ...]
     frozen: tuple[str, ...]
     extras_room: int
+    memory_free: str
+    is_private: bool
+    node_bytes: int = 0
 
 
 def agree_on_structure(
@@ -127,7 +134,9 @@ def agree_on_structure(
     structure = agree(
         session.group, lambda: _size(session, plan, regions, stamp, diverged, memory_bytes)
     )
-    return replace(structure, frozen=tuple(sorted(frozen)))
+    sizes = gather_values(session.group, structure.buffers * structure.buffer_bytes, int)
+    here = sum(n for n, node in zip(sizes, session.nodes, strict=True) if node == session.node)
+    return replace(structure, frozen=tuple(sorted(frozen)), node_bytes=here)
 
 
 def capture_extras(session: Session, room: int) -> list[tuple[Piece, memoryview]]:
@@ -203,6 +212,7 @@ def _size(
         max((-(-n // per_layer[m]) for m, n in enumerate(session.experts_per_layer)), default=1)
         + _SPARE_BUFFERS
     )
+    buffers, told, is_private = _count_buffers(session, buffer_bytes, wanted, memory_bytes)
     table: dict[tuple[str, str], list[Region]] = {}
     for region in regions:
         table.setdefault((region.fqn, region.part), []).append(region)
@@ -213,7 +223,9 @@ def _size(
         diverged=diverged,
         header_area=header_area,
         buffer_bytes=buffer_bytes,
-        buffers=_count_buffers(session, buffer_bytes, wanted, memory_bytes),
+        buffers=buffers,
+        memory_free=told,
+        is_private=is_private,
         buffers_wanted=wanted,
         left_out=tuple(session.live.left_out),
         frozen=(),
@@ -231,25 +243,48 @@ def _slot(piece: Piece, table: dict[tuple[str, str], list[Region]]) -> Slot:
 
 def _count_buffers(
     session: Session, buffer_bytes: int, wanted: int, memory_bytes: int | None
-) -> int:
-    budget = memory_bytes
-    if budget is None:
-        ranks_here = session.nodes.count(session.node)
-        # Buffers that this run has already are its own: a restart must not halve the rest again.
-        folder = run_memory(session.memory_dir, session.run_id)
-        held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        room = usable_bytes(session.memory_dir) + held
-        budget = int(room * _MEMORY_SHARE) // ranks_here
-    affordable = budget // buffer_bytes
-    if affordable < _MIN_BUFFERS:
+) -> tuple[int, str, bool]:
+    """How many buffers, what there is for them, and whether they must be private memory.
+
+    Raises:
+        SaveError: neither tmpfs nor RAM has room for the fewest that can work.
+    """
+    ranks_here = session.nodes.count(session.node)
+    # Buffers that this run has already are its own: a restart must not halve the rest again.
+    folder = run_memory(session.memory_dir, session.run_id)
+    files = [p for p in folder.glob("*.safetensors") if not p.is_symlink()]
+    held = sum(path.stat().st_size for path in files)
+    tmpfs, ram = usable_bytes(session.memory_dir) + held, available_ram()
+    if ram is not None:
+        ram += held
+    on_tmpfs = tmpfs if ram is None else min(tmpfs, ram)
+    share = 1.0 if memory_bytes is not None else _MEMORY_SHARE
+
+    def affordable(room: int) -> int:
+        free = int(room * share) // ranks_here
+        return (free if memory_bytes is None else min(free, memory_bytes)) // buffer_bytes
+
+    least = f"rank {session.rank}: {_MIN_BUFFERS} buffers of {buffer_bytes} bytes do not fit into "
+    if memory_bytes is not None and memory_bytes // buffer_bytes < _MIN_BUFFERS:
         raise SaveError(
-            f"rank {session.rank}: {_MIN_BUFFERS} buffers of {buffer_bytes} bytes do not fit into "
-            f"{budget} bytes of {session.memory_dir}; enlarge the tmpfs, name another directory "
-            "(memory_dir=), or lower k_snapshot",
+            f"{least}{memory_bytes} bytes (memory_bytes) of {session.memory_dir}; raise it, name "
+            "another directory (memory_dir=), or lower k_snapshot",
             rank=session.rank,
             path=str(session.memory_dir),
         )
-    return min(session.policy.buffers or wanted, affordable)
+    is_private = affordable(on_tmpfs) < _MIN_BUFFERS
+    room = ram if is_private and ram is not None else on_tmpfs
+    told = f"{tmpfs / 1e6:.1f} MB on tmpfs"
+    if ram is not None:
+        told += f", {ram / 1e6:.1f} MB of RAM"
+    if affordable(room) < _MIN_BUFFERS:
+        raise SaveError(
+            f"{least}the share of each of {ranks_here} ranks in what is free ({told}); free or add "
+            "memory, enlarge the tmpfs, name another directory (memory_dir=), or lower k_snapshot",
+            rank=session.rank,
+            path=str(session.memory_dir),
+        )
+    return min(session.policy.buffers or wanted, affordable(room)), told, is_private
 
 
 def _compare_replicas(told: Sequence[Sequence[tuple[Piece, str]]]) -> Iterator[tuple[str, str]]:

@@ -37,6 +37,7 @@ __all__ = [
     "Buffer",
     "BufferPool",
     "RunFolder",
+    "is_dangling",
     "lock_holders",
     "node_key",
     "read_seals",
@@ -45,7 +46,6 @@ __all__ = [
     "remove_forgotten",
     "run_folders",
     "run_memory",
-    "usable_bytes",
 ]
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MEMORY_DIR = Path("/dev/shm")
 
 _RUN_FOLDER = re.compile(r"moc-[0-9a-f]{16}")
+_PRIVATE = "moc-buffer"
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy takes the page faults
 
@@ -85,12 +86,6 @@ def node_key(memory_dir: Path) -> str:
     return f"{boot}:{facts.st_dev}:{facts.st_ino}"
 
 
-def usable_bytes(memory_dir: Path) -> int:
-    """Free bytes of the file system that holds the memory tier."""
-    facts = os.statvfs(memory_dir)
-    return facts.f_bavail * facts.f_frsize
-
-
 class RunFolder(msgspec.Struct, frozen=True):
     """A run's folder in the memory tier.
 
@@ -113,6 +108,7 @@ class Buffer:
     def __init__(self, path: Path) -> None:
         """Open what is there; create nothing and write nothing."""
         self.path = path
+        self.is_private = False
         self._descriptor = -1
         self.mapped: mmap.mmap | None = None
         self.seal: Seal | None = None
@@ -152,14 +148,34 @@ class Buffer:
             self.close()  # somebody has wiped the directory: what was in it is lost, not the run
         if self._descriptor < 0:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            if self.is_private and not (self.path.is_file() and not self.path.is_symlink()):
+                self._make_private()
+            else:
+                if is_dangling(self.path):
+                    self.path.unlink()
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.unseal()
+        if self.is_private and self.path.stat().st_size < nbytes and not self.path.is_symlink():
+            self.close()  # too small a file of an earlier attempt, on a tmpfs that has no room
+            self.path.unlink()
+            self._make_private()
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(self._descriptor).st_size
         if size < nbytes or self.mapped is None:
             self._map(max(size, nbytes))
         assert self.mapped is not None
         return memoryview(self.mapped)
+
+    def _make_private(self) -> None:
+        """Memory of this process under the buffer's name: who opens that opens the memory.
+
+        It is gone when the last process that has it open is gone.
+        """
+        self._descriptor = os.memfd_create(_PRIVATE)
+        temp = f"{self.path}.{os.getpid()}.tmp"
+        os.symlink(f"/proc/{os.getpid()}/fd/{self._descriptor}", temp)
+        os.replace(temp, self.path)
 
     def release(self) -> None:
         """Drop the lock: from now on anybody may read."""
@@ -226,8 +242,13 @@ class BufferPool:
         self.rank = rank
         self.buffers: list[Buffer] = []
 
-    def open(self, count: int) -> None:
-        """Have so many buffers; sealed ones of earlier attempts count, in excess or not."""
+    def open(self, count: int, *, private: bool = False) -> None:
+        """Have so many buffers; sealed ones of earlier attempts count, in excess or not.
+
+        Args:
+            count: how many.
+            private: new ones are memory of this process, not files on tmpfs.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         names = {self.folder / f"{self.rank:05d}-{i}.safetensors" for i in range(count)}
         names |= set(self.folder.glob(f"{self.rank:05d}-*.safetensors"))
@@ -236,6 +257,8 @@ class BufferPool:
             buffer = Buffer(path)
             buffer.seal = _seal_facts(path)
             self.buffers.append(buffer)
+        for buffer in self.buffers:
+            buffer.is_private = private
 
     def allocate(self, nbytes: int) -> None:
         """Make room in buffers that hold nothing yet, so that no save pays for page faults.
@@ -262,6 +285,8 @@ def lock_holders(folder: Path) -> list[int]:
     """
     holders = []
     for path in sorted(folder.glob("*.safetensors")):
+        if is_dangling(path):
+            continue
         descriptor = os.open(path, os.O_RDWR)
         try:
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -282,6 +307,8 @@ def read_seals(folder: Path) -> list[Seal]:
     """
     seals = []
     for path in sorted(folder.glob("*.safetensors")):
+        if is_dangling(path):
+            continue
         try:
             seal = decode_json(Path(seal_path(str(path))).read_bytes(), Seal, str(path))
         except (OSError, DamagedError):
@@ -366,7 +393,22 @@ def remove_folder(folder: Path) -> OSError | None:
     return None
 
 
+def is_dangling(path: Path) -> bool:
+    """Whether a buffer was private memory of a process that is gone.
+
+    Its process id and descriptor may be another's by now, so the name of the memory is looked at.
+    """
+    if not path.is_symlink():
+        return False
+    try:
+        return not os.readlink(os.readlink(path)).startswith(f"/memfd:{_PRIVATE}")
+    except OSError:
+        return True
+
+
 def _seal_facts(buffer: Path) -> Seal | None:
+    if is_dangling(buffer):
+        return None
     path = seal_path(str(buffer))
     try:
         return msgspec.structs.replace(decode_json(Path(path).read_bytes(), Seal, path), pieces=[])
