@@ -116,8 +116,13 @@ def test_a_job_that_is_taken_over_saves_nothing_more(managers: Managers, first: 
 def test_the_run_of_a_killed_job_is_free(managers: Managers, first: First) -> None:
     assert first.step(1) == "saved 1"
     helpers = helpers_of(managers.memory_dir)
+    strangers = managers.memory_dir / ("moc-" + "a" * 16)
+    strangers.mkdir()
     first.kill()
+    wait_for_helpers([managers.memory_dir])
+    assert not helpers_of(managers.memory_dir)
     model = dense(1)
     report = managers(model, adamw(model)).restore()
     assert report is not None
     assert not set(helpers) & set(helpers_of(managers.memory_dir))
+    assert strangers.exists()

@@ -1,4 +1,4 @@
-"""What users report of other checkpoint libraries, tried here: A01 to A05 of the field reports.
+"""What users report of other checkpoint libraries, tried here: A01 to A07 of the field reports.
 
 Each test is the trial of its report, through the public interface, on real files and processes.
 """
@@ -23,9 +23,10 @@ from tests.support.tiny import EACH, Managers, adamw, dense, state_of, stored, t
 from torch import nn
 
 import moc
+from moc.core.faults import FaultScript
 from moc.core.manifest import step_dir
 from moc.core.versions import Version
-from moc.errors import SaveError, StepNotFound
+from moc.errors import ConfigError, SaveError, StepNotFound
 from moc.persist.client import orphans, stop
 from moc.persist.verify import verify
 from moc.store.local import LocalStore
@@ -388,3 +389,70 @@ def test_a05_a_half_written_newest_step_is_passed_over(
     again = resume(4).restore()
     assert again is not None
     assert (again.step, again.restored_attempt) == (300, 2)
+
+
+# -------------------------------------------------------------------------------------- A06, A07
+
+
+def test_a06_a_disk_that_fills_up_in_a_save(disk: Disk, managers: Managers) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(150, 150)
+    optimizer, run = adamw(model), disk.path / "run"
+    policy = moc.Policy(snapshot_every=1, persist_every=1, keep_latest_k=2)
+    manager = managers(model, optimizer, directory=run, policy=policy)
+    push(model, optimizer, 1.0)
+    manager.save(1)
+    manager.wait()
+    first = state_of(model, optimizer)
+    helper = helper_of(manager)
+    disk.fill(helper)
+    push(model, optimizer, 1.0)
+    manager.save(2)
+    with pytest.raises(SaveError, match=r"step-00000002-a0001/dense-00000\.safetensors"):
+        manager.wait()
+    assert manager.all_steps() == [1]
+    assert not list(run.glob("**/.*"))
+    push(model, optimizer, 1.0)
+    elsewhere = managers.memory_dir / "another"
+    weights = managers(model, optimizer, directory=run, memory_dir=elsewhere)
+    report = weights.restore(weights_only=True)
+    assert report is not None
+    assert report.step == 1
+    assert torch.equal(model.weight, first["weight"])
+    disk.free(helper)
+    push(model, optimizer, 1.0)
+    manager.save(3)
+    manager.wait()
+    assert manager.all_steps() == [1, 3]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a07_limits_that_keep_nothing_are_refused(keep: int) -> None:
+    with pytest.raises(ConfigError, match="keep_latest_k"):
+        moc.Policy(keep_latest_k=keep)
+
+
+def test_a07_a_failed_save_never_costs_the_only_good_step(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    policy = moc.Policy(snapshot_every=1, persist_every=1, keep_latest_k=1)
+    faults = FaultScript(nth=5, verb="put_new", times=0)  # the receipt of step 2
+    manager = managers(model, optimizer, policy=policy, faults=faults)
+    train(model, optimizer, 1)
+    manager.step(1)
+    manager.wait()
+    first = state_of(model, optimizer)
+    train(model, optimizer, 2)
+    manager.step(2)
+    with pytest.raises(SaveError):
+        manager.wait()
+    managers.vanish(manager)
+    again = managers(model, optimizer, policy=policy, memory_dir=managers.memory_dir / "another")
+    report = again.restore()
+    assert report is not None
+    assert report.step == 1
+    assert_equal(state_of(model, optimizer), first)
+    train(model, optimizer, 2)
+    again.step(2)
+    again.close()
+    assert again.all_steps() == [2]

@@ -174,8 +174,7 @@ def test_nothing_yet_is_none(managers: Managers) -> None:
     assert manager.latest_step() == 1
 
 
-def test_steps_are_ordered_as_numbers_and_other_names_are_left_alone(managers: Managers) -> None:
-    """A08, A09."""
+def test_a08_a09_steps_are_numbers_and_other_names_are_left_alone(managers: Managers) -> None:
     model = dense()
     policy = moc.Policy(snapshot_every=1, persist_every=1, keep_latest_k=2)
     strange = ["step-100.bak", "step-1e3", "step--5", "step-", ".step-300.tmp", "notes.txt"]

@@ -61,9 +61,7 @@ def test_a_small_tmpfs_falls_back_to_private_memory(managers: Managers, small: P
         optimizer.step()
 
     optimizer, seen = adamw(model), list[moc.Event]()
-    manager = managers(
-        model, optimizer, memory_dir=small, policy=EACH, on_event=seen.append
-    )
+    manager = managers(model, optimizer, memory_dir=small, policy=EACH, on_event=seen.append)
     for number in (1, 2, 3, 4, 5):
         step(number)
         manager.step(number)
@@ -84,9 +82,7 @@ def test_a_small_tmpfs_falls_back_to_private_memory(managers: Managers, small: P
     assert_equal(state_of(model, optimizer), then)
 
 
-def test_private_memory_of_a_dead_trainer_is_passed_over(
-    managers: Managers, small: Path
-) -> None:
+def test_private_memory_of_a_dead_trainer_is_passed_over(managers: Managers, small: Path) -> None:
     script = """
 import sys, os, signal, torch, moc
 model = torch.nn.Linear(200, 200)
@@ -138,3 +134,43 @@ def test_ram_is_what_the_machine_and_the_cgroup_leave(tmp_path: Path) -> None:
     (groups / "memory/memory.usage_in_bytes").write_text("7000\n")
     (groups / "memory/memory.stat").write_text("total_inactive_file 24\n")
     assert available_ram(info, groups) == 1024
+
+
+PEAKS = """
+import re, sys, torch, moc
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+state = sum(param.nbytes for param in model.parameters())  # 64 MB
+policy = moc.Policy(snapshot_every=1, persist_every=50, keep_latest_k=2, buffers=3)
+manager = moc.CheckpointManager(sys.argv[1], model=model, memory_dir=sys.argv[2], policy=policy)
+before = status("RssAnon")
+if sys.argv[3] == "save":
+    for step in range(1, 201):
+        manager.step(step)
+        if step == 20: early = status("RssAnon")
+    manager.close()
+    print((status("RssAnon") - early) / state)
+else:
+    torch.ones(1).add_(1)
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM from here on
+    start = status("VmRSS")
+    assert manager.restore() is not None
+    print((status("VmHWM") - start) / state)
+    manager.close()
+"""
+
+
+def test_a32_host_memory_is_bounded(managers: Managers) -> None:
+    def share(verb: str, memory: str) -> float:
+        words = [sys.executable, "-c", PEAKS, managers.run, managers.memory_dir / memory, verb]
+        done = subprocess.run(
+            [str(w) for w in words], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    assert share("save", "one") < 1  # private memory, in states, from save 20 to save 200
+    assert share("restore", "one") <= 1.05  # mapped, beside the live state
+    assert share("restore", "none") <= 0.5  # beside the live state

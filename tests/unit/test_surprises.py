@@ -258,7 +258,7 @@ def test_steps_that_are_kept_for_ever_outlive_a_rollback_and_a_fresh_start(
         optimizer = adamw(model)
         with managers(model, optimizer, policy=policy, fresh=fresh) as manager:
             manager.restore(asked)
-            run_steps(manager, model, optimizer, list(steps), lambda _: manager.wait())  # noqa: B023
+            run_steps(manager, model, optimizer, list(steps), lambda _: manager.wait())
     kept = sorted(p.parent.name for p in managers.run.glob("step-*/manifest.json"))
     assert kept == ["step-00000001-a0003", "step-00000003-a0001"]
     files = json.loads((managers.run / "step-00000003-a0001/manifest.json").read_bytes())["files"]

@@ -17,9 +17,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``moc clean``."""
-    parser.add_argument(
-        "--memory-dir", metavar="DIR", help="default MOC_MEMORY_DIR, else /dev/shm"
-    )
+    parser.add_argument("--memory-dir", metavar="DIR", help="default MOC_MEMORY_DIR, else /dev/shm")
     parser.add_argument(
         "--older-than",
         type=float,

@@ -93,7 +93,9 @@ def settle_orphans(session: Session) -> None:
         end = knobs.monotonic() + session.policy.grace_secs
         while lock_holders(folder) and knobs.monotonic() < end:
             knobs.sleep(_POLL_SECS)
-        spared = {r.pid for r in live_trainers(str(folder), "", ours)} if not session.take_over else ()
+        spared = (
+            {r.pid for r in live_trainers(str(folder), "", ours)} if not session.take_over else ()
+        )
         stop([pid for pid in orphans(str(folder)) if pid not in spared], _KILL_SECS)
 
     agree(session.group, settle)
