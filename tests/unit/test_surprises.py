@@ -235,7 +235,7 @@ def test_a_base_that_vanishes_costs_one_save_and_no_more(managers: Managers, dam
     else:
         manifest.write_bytes(manifest.read_bytes()[:-9])
     run_steps(manager, model, optimizer, [3])
-    with pytest.raises(SaveError, match="builds on step 2 .*the next save is full"):
+    with pytest.raises(SaveError, match=r"builds on step 2 .*the next save is full"):
         manager.wait()
     run_steps(manager, model, optimizer, [4, 5], lambda _: manager.wait())
     then = state_of(model, optimizer)

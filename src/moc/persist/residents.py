@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ def residents() -> list[Resident]:
             parent = _stat(int(entry.parent.name))[1]
         except (OSError, ValueError, IndexError):
             continue  # it has ended in the meantime
-        said = dict(zip(words, words[1:], strict=False))
+        said = dict(pairwise(words))
         trainer = said.get(b"--trainer", b"")
         found.append(
             Resident(

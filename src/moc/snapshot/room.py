@@ -38,9 +38,8 @@ def available_ram(
     """
     known = []
     try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                known.append(int(line.split()[1]) * 1024)
+        lines = meminfo.read_text().splitlines()
+        known += [int(n.split()[1]) * 1024 for n in lines if n.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):
         pass
     for limit, use, stat, droppable in _GROUPS:
