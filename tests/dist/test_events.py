@@ -28,7 +28,7 @@ EACH = moc.Policy(
     snapshot_every=2, persist_every=4, k_snapshot=4, k_persist=2, keep_latest_k=1, timeout_secs=60
 )
 SLOW = 2
-RETRIES_SECS = 0.25  # two pauses between three tries: no less, however fast the machine
+RETRIES_SECS = 0.15  # the shortest that two pauses between three tries can be
 
 
 @pytest.fixture
