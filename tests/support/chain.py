@@ -38,6 +38,14 @@ PARTIAL = moc.Policy(
 )
 
 
+class Lost(AssertionError):
+    """A start restored less than was left to it."""
+
+
+class Wrong(AssertionError):
+    """A start restored bytes that no start ever had, or of another version than it said."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blow:
     """One fault.
@@ -266,28 +274,31 @@ class Chain:
         if not all(path.exists() for path in paths):
             return None  # killed before it had restored
         told = [_load(path) for path in paths]
-        report = told[0][0]
-        if self.expected is None:
-            assert report is None or not self.exact
+        report, expected = told[0][0], self.expected
         if report is None:
-            assert self.expected is None
+            if expected is not None:
+                raise Lost(f"nothing was restored, {expected.version} was there")
             return None
         version = (report.step, report.restored_attempt)
-        if self.expected is not None:
-            assert version >= self.expected.version, report
-            assert version == self.expected.version or not self.exact, report
-        restored = merged(state for _, state in told)
-        self.compare(restored, version)
+        if expected is None and self.exact:
+            raise Wrong(f"{version} was restored, and nothing was there")
+        if expected is not None and version < expected.version:
+            raise Lost(f"{version} was restored, {expected.version} was there: {report}")
+        if expected is not None and version != expected.version and self.exact:
+            raise Wrong(f"{version} was restored, {expected.version} was there: {report}")
+        self.compare(merged(state for _, state in told), version)
         return report
 
     def compare(self, restored: dict[str, torch.Tensor], version: tuple[int, int]) -> None:
         """Every dense byte is the step's, and every expert's its version's."""
         now = self.state(*version)
-        assert restored.keys() == now.keys()
+        if restored.keys() != now.keys():
+            raise Wrong(f"{version}: other names, {sorted(restored.keys() ^ now.keys())[:5]}")
         experts = self.expected.experts if self.expected and self.exact else {}
         for name, value in restored.items():
-            made = self.state(*experts.get(_expert_of(name), version))
-            assert same_bytes(value, made[name]), (name, version, experts)
+            made = experts.get(_expert_of(name), version)
+            if not same_bytes(value, self.state(*made)[name]):
+                raise Wrong(f"{name} is not what it was at {made}, restored at {version}")
 
     def state(self, step: int, attempt: int) -> dict[str, torch.Tensor]:
         """What all ranks of an attempt together had after a step."""
