@@ -671,3 +671,23 @@ def test_chunks_that_can_be_read_once_are_tried_once(naps):
         store.put_new("key", (c for c in [b"a", b"b"]))
     assert not naps
     assert not store.inner.exists("key")
+
+
+def test_what_a_dead_writer_left_is_tidied_away_and_nothing_else(tmp_path):
+    store = LocalStore(tmp_path / "run")
+    store.put_new("step-1/data", [b"kept"])
+    leftovers = [
+        tmp_path / "run" / name for name in (".1-ab.tmp", "step-1/.2-cd.tmp", "gone/.3.tmp")
+    ]
+    for path in leftovers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    others = [tmp_path / "run" / name for name in ("notes.tmp", ".hidden")]
+    for path in others:
+        path.write_bytes(b"mine")
+    assert store.tidy() == len(leftovers)
+    assert not any(path.exists() for path in leftovers)
+    assert not (tmp_path / "run" / "gone").exists()
+    assert all(path.exists() for path in others)
+    assert store.get("step-1/data") == b"kept"
+    assert store.tidy() == 0

@@ -194,6 +194,11 @@ def _start_attempt(
     session.attempt, session.resumed_step = started.attempt, resumed_step
     if not session.lost:
         session.lost = [[0] * n for n in experts]
+    if session.rank == 0:  # no helper of this attempt has begun, and those of others are fenced
+        try:
+            session.store.tidy()
+        except (StoreError, OSError) as error:
+            session.note("warning", resumed_step, text=f"leftovers stay in the store: {error}")
     if session.is_lister:
         folder = run_memory(session.memory_dir, session.run_id)
         remove_dead(folder, session.timeline)

@@ -65,6 +65,7 @@ class Snapshots:
         folder = run_memory(session.memory_dir, session.run_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.pool = BufferPool(folder, session.rank)
+        self.pool.tidy()
         self.sealed_everywhere = session.restored
         return str(folder)
 

@@ -242,6 +242,11 @@ class BufferPool:
         self.rank = rank
         self.buffers: list[Buffer] = []
 
+    def tidy(self) -> None:
+        """Remove what a writer that died was about to rename. Before the helper starts."""
+        for path in self.folder.glob(f"{self.rank:05d}-*.tmp"):
+            path.unlink(missing_ok=True)
+
     def open(self, count: int, *, private: bool = False) -> None:
         """Have so many buffers; sealed ones of earlier attempts count, in excess or not.
 

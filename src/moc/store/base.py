@@ -88,6 +88,14 @@ class Store(Protocol):
         """Remove a key, if it is there."""
         ...
 
+    def tidy(self) -> int:
+        """Remove what writers that died left unfinished. For a time when nobody writes.
+
+        Returns:
+            How much was removed; 0 where the service hides and removes such things itself.
+        """
+        ...
+
 
 def check_key(key: str) -> str:
     """Give the key back if every store can hold it.

@@ -123,6 +123,19 @@ class LocalStore:
                     break
                 self._synced.discard(folder)
 
+    def tidy(self) -> int:
+        """See `Store.tidy`: temporary files, and folders that held nothing else."""
+        removed = 0
+        with self._errors("tidy", ""):
+            for folder, _, names in os.walk(self.root, topdown=False):
+                for name in filter(is_temporary, names):
+                    with suppress(*_MISSING):
+                        os.unlink(os.path.join(folder, name))
+                        removed += 1
+                if removed and Path(folder) != self.root:
+                    _remove_empty(Path(folder))
+        return removed
+
     def _write(
         self, key: str, chunks: Iterable[Chunk], publish: Callable[[Path, Path], None]
     ) -> int:

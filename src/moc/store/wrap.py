@@ -65,6 +65,10 @@ class Wrapper:
         """See `Store.delete`."""
         self._call("delete", key, lambda: self.inner.delete(key))
 
+    def tidy(self) -> int:
+        """See `Store.tidy`."""
+        return self._call("tidy", "", self.inner.tidy)
+
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
         raise NotImplementedError
 
