@@ -29,6 +29,7 @@ from moc.state.tensors import as_values, can_cast, over
 
 __all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 
+_PORTION_BYTES = 16 << 20
 _SHOWN = 8
 _MODEL_PARTS = (WEIGHT, BUFFER)
 _NAMED_PARTS = (*_MODEL_PARTS, REGISTERED, SUMMED)
@@ -307,7 +308,7 @@ class Loader:
         nbytes = fetch.piece.nbytes
         data: memoryview | bytearray
         if source.node == STORAGE:
-            data = bytearray(self._session.store.get(source.file, source.offset, nbytes))
+            data = self._read_stored(source, nbytes)
         else:
             if source.file not in views:
                 folder = run_memory(self._session.memory_dir, self._session.run_id)
@@ -317,6 +318,17 @@ class Loader:
             raise DamagedError(f"{len(data)} bytes instead of {nbytes}")
         if source.digest and digest_bytes(memoryview(data)) != source.digest:
             raise DamagedError("the digest differs")
+        return data
+
+    def _read_stored(self, source: Source, nbytes: int) -> bytearray:
+        """In portions: a store gives bytes, which no tensor can lie over, so all is copied once."""
+        data = bytearray(nbytes)
+        for start in range(0, nbytes, _PORTION_BYTES):
+            wanted = min(_PORTION_BYTES, nbytes - start)
+            portion = self._session.store.get(source.file, source.offset + start, wanted)
+            if len(portion) != wanted:
+                raise DamagedError(f"{start + len(portion)} bytes instead of {nbytes}")
+            data[start : start + wanted] = portion
         return data
 
     def _exchange(

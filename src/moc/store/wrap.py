@@ -194,6 +194,6 @@ class RetryingStore(Wrapper):
         return self.inner.size(key) == offset
 
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
-        check = check_prefix if verb in ("list", "children") else check_key
+        check = check_prefix if verb in ("list", "children", "tidy") else check_key
         check(key)  # no time makes a bad key a good one
         return self._retries.run(operation)

@@ -37,6 +37,11 @@ class StoreSuite:
         assert store.size("folder/key.bin") == 7
         assert store.exists("folder/key.bin")
 
+    def test_tidying_takes_nothing_that_was_put(self, store: Store) -> None:
+        store.put_new("folder/key.bin", [b"kept"])
+        assert store.tidy() == 0
+        assert store.get("folder/key.bin") == b"kept"
+
     def test_nothing_is_a_value_too(self, store: Store) -> None:
         assert store.put_new("empty", []) == 0
         assert store.get("empty") == b""
