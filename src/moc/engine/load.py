@@ -329,6 +329,7 @@ class Loader:
             if len(portion) != wanted:
                 raise DamagedError(f"{start + len(portion)} bytes instead of {nbytes}")
             data[start : start + wanted] = portion
+            del portion  # before the next one is there
         return data
 
     def _exchange(
