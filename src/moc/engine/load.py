@@ -29,7 +29,7 @@ from moc.state.tensors import as_values, can_cast, over
 
 __all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 
-_PORTION_BYTES = 16 << 20
+_PORTION_BYTES = 8 << 20
 _SHOWN = 8
 _MODEL_PARTS = (WEIGHT, BUFFER)
 _NAMED_PARTS = (*_MODEL_PARTS, REGISTERED, SUMMED)
