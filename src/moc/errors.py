@@ -13,6 +13,7 @@ MocError
 │   ├── NothingValid       something is there, but nothing whole
 │   └── StepNotFound       the step that was asked for does not exist
 ├── DamagedError           bytes that are not what was written
+│   └── NewerFormat        a newer version of MoC wrote them
 ├── StoreError             the store refused or failed an operation
 │   ├── StoreRefused       no permission; trying again does not help
 │   ├── KeyMissing         no such key
@@ -37,6 +38,7 @@ __all__ = [
     "LayoutError",
     "MismatchError",
     "MocError",
+    "NewerFormat",
     "NothingValid",
     "Preempted",
     "RanksDisagree",
@@ -132,6 +134,10 @@ class StepNotFound(RestoreError):
 
 class DamagedError(MocError):
     """Bytes differ from what was written; names the file and the piece."""
+
+
+class NewerFormat(DamagedError):
+    """A newer version of MoC wrote this; to this one it is unreadable, and it is left alone."""
 
 
 class StoreError(MocError):

@@ -84,7 +84,7 @@ def log_level() -> str:
     """Level of the ``moc`` logger, from ``MOC_LOG_LEVEL`` in any case; ``INFO`` by default."""
     value = os.environ.get("MOC_LOG_LEVEL") or "INFO"
     if value.upper() not in _LOG_LEVELS:
-        raise ConfigError(f"MOC_LOG_LEVEL={value!r}: one of {', '.join(_LOG_LEVELS)}")
+        raise ConfigError(f"MOC_LOG_LEVEL={value!r}: give one of {', '.join(_LOG_LEVELS)}")
     return value.upper()
 
 
@@ -127,5 +127,7 @@ def _int(name: str, *, default: int, least: int) -> int:
     except ValueError:
         number = least - 1
     if number < least:
-        raise ConfigError(f"{name}={value!r}: an integer of at least {least}")
+        raise ConfigError(
+            f"{name}={value!r}: an integer of at least {least}; set it so, or unset it"
+        )
     return number

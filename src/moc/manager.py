@@ -24,6 +24,15 @@ from moc.comm.torch_group import default_group
 from moc.core.digest import digest_plan
 from moc.core.events import Event
 from moc.core.faults import FaultScript
+from moc.engine.inputs import (
+    check_kinds,
+    check_model,
+    check_room,
+    check_step,
+    check_writable,
+    optimizers_of,
+    store_of,
+)
 from moc.engine.load import Wanted
 from moc.engine.preempt import Watch, check_signals, process_place
 from moc.engine.report import RestoreReport
@@ -38,9 +47,7 @@ from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
 from moc.state.extras import Extras
 from moc.state.live import LiveState, unwrap
 from moc.state.routers import TokenCounter
-from moc.store import open_store
 from moc.store.base import Store
-from moc.store.wrap import RetryingStore
 
 __all__ = ["CheckpointManager"]
 
@@ -110,7 +117,16 @@ class CheckpointManager:
         on_event: Callable[[Event], None] | None = None,
         faults: FaultScript | None = None,
     ) -> None:
+        check_kinds(
+            policy=policy,
+            layout=layout,
+            memory_bytes=memory_bytes,
+            on_event=on_event,
+            flags={"exclude_frozen": exclude_frozen, "fresh": fresh, "take_over": take_over},
+        )
         self._policy = policy or Policy()
+        self._memory_bytes = memory_bytes
+        self._reached, self._since = 0, ""
         self._fresh = fresh
         self._started = False
         self._closed = False
@@ -128,25 +144,19 @@ class CheckpointManager:
                 f"layout of {topology.world_size} ranks in a job of {group.world_size}; give "
                 "layout=moc.Layout.from_groups(...)"
             )
-        optimizers = (
-            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        )
         # The helper looks from another folder.
         memory = Path(memory_dir or knobs.memory_dir() or DEFAULT_MEMORY_DIR).absolute()
 
         def look() -> tuple[Store, LiveState, Extras, str, tuple[int, ...]]:
-            # A read that fails once must not cost a step; the helper has tries of its own.
-            store = (
-                RetryingStore(open_store(directory))
-                if isinstance(directory, str | os.PathLike)
-                else directory
-            )
+            store = store_of(directory)
+            check_model(model)
+            optimizers = optimizers_of(optimizer)
             plain = LiveState(model, optimizers)
             found = build_expert_map(plain.shapes, experts, topology.ep_rank, topology.ep_size)
             return (
                 store,
                 LiveState(model, optimizers, found, exclude_frozen=exclude_frozen),
-                Extras(extras or {}),
+                Extras({} if extras is None else extras),
                 node_key(memory),
                 check_signals(preempt_signals),
             )
@@ -157,11 +167,14 @@ class CheckpointManager:
             (key, dict(zip(live.experts.layers, live.experts.experts, strict=True))),
             tuple[str, dict[str, int]],
         )
-        live.experts = _merge(live.experts, [layers for _, layers in told])
+        live.experts = live.experts.among(_merge([layers for _, layers in told]))
         self._check_k(live.experts)
         keys = [key for key, _ in told]
         prints = gather_values(group, live.fingerprint(), int)
-        tokens = TokenCounter(unwrap(model), live.experts.layers, live.experts.experts, router)
+        tokens = agree(
+            group,
+            lambda: TokenCounter(unwrap(model), live.experts.layers, live.experts.experts, router),
+        )
         live.routers = tokens.routers
         self._session = Session(
             group=group,
@@ -218,13 +231,9 @@ class CheckpointManager:
                 restore.
             Preempted: one of ``preempt_signals`` came to some rank meanwhile.
         """
-        self._check_open()
-        if self._started:
-            raise RestoreError("restore() comes before the first save, and once")
-        if self._read_only and not weights_only:
-            raise RestoreError(_READ_ONLY)
-        if self._fresh and weights_only:
-            raise ConfigError("fresh=True restores nothing; weights_only=True wants weights")
+        self._check_restore(step, weights_only)
+        if not weights_only:
+            self._look_ahead()
         self._read_only = weights_only
         if self._fresh:
             start_fresh(self._session, force=True)
@@ -256,6 +265,7 @@ class CheckpointManager:
             return report
         self._begin()
         if report is not None:
+            self._reached, self._since = report.step, "the restore of step"
             self._note_restored(report)
             self._make_durable(report)
         self._session.flush()
@@ -312,12 +322,15 @@ class CheckpointManager:
             RanksDisagree: ranks call it with different steps.
             SaveError: an earlier save failed and the policy says ``on_error="raise"``.
             RestoreError: only weights were restored, or the run has steps and none was.
+            ConfigError: no step can have this number, or it lies before one that was told.
             Preempted: one of ``preempt_signals`` came to some rank; this step is saved, or its
                 ``saved`` says that it could not be.
         """
+        self._check_next("step", step)
         if not self._started:
             self._start()
         self._check_open()
+        self._reached, self._since = step, "step"
         try:
             self._saver.step(step)
         except Preempted:
@@ -331,9 +344,11 @@ class CheckpointManager:
             step: number of the last optimizer step.
             full: hold every expert, and write everything anew, unchanged or not.
         """
+        self._check_next("save", step)
         if not self._started:
             self._start()
         self._check_open()
+        self._reached, self._since = step, "step"
         self._saver.save(step, full=full, forced=self._policy.persist_every is not None)
 
     def wait(self) -> None:
@@ -397,6 +412,7 @@ class CheckpointManager:
         self._check_open()
         if self._read_only:
             raise RestoreError(_READ_ONLY)
+        self._look_ahead()
         start_fresh(self._session, force=self._fresh)
         self._begin()
 
@@ -453,9 +469,40 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("this CheckpointManager is closed")
+            raise ConfigError(
+                f"this CheckpointManager of {self._session.store.url} is closed; call close(), or "
+                "leave the with block, after the last step, or make a new one"
+            )
         if self._poisoned:
             raise RestoreError(self._poisoned)
+
+    def _check_next(self, verb: str, step: object) -> None:
+        self._check_open()
+        check_step(f"manager.{verb}", step, reached=self._reached, since=self._since)
+
+    def _check_restore(self, step: int | None, weights_only: bool) -> None:
+        self._check_open()
+        if self._started:
+            raise RestoreError(
+                f"restore() of {self._session.store.url} comes before the first save, and once, "
+                "and this manager is past that; make a new one to restore again"
+            )
+        if self._read_only and not weights_only:
+            raise RestoreError(_READ_ONLY)
+        if step is not None:
+            check_step("manager.restore", step)
+        if self._fresh and (weights_only or step is not None):
+            asked = "weights_only=True" if weights_only else f"restore({step})"
+            raise ConfigError(
+                f"fresh=True starts over at step 0 and restores nothing, and {asked} wants what is "
+                "there; leave out one"
+            )
+
+    def _look_ahead(self) -> None:
+        """Find out now what would fail the first save. Collective."""
+        session = self._session
+        agree(session.group, lambda: check_writable(session.store))
+        check_room(session, self._memory_bytes)
 
     def _check_k(self, experts: ExpertMap) -> None:
         most = max(experts.experts, default=0)
@@ -502,9 +549,21 @@ def _watch_for(signals: Sequence[int], group: Group, policy: Policy) -> Watch | 
     )
 
 
-def _merge(mine: ExpertMap, told: Sequence[Mapping[str, int]]) -> ExpertMap:
-    """The map with layers of all ranks (pipeline stages have different ones)."""
+def _merge(told: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The MoE layers of all ranks (pipeline stages have different ones), with their experts.
+
+    Raises:
+        LayoutError: two ranks have a layer with different numbers; alike on all ranks.
+    """
     merged: dict[str, int] = {}
-    for layers in told:
-        merged |= layers
-    return mine.among(merged)
+    first: dict[str, int] = {}
+    for rank, layers in enumerate(told):
+        for name, count in layers.items():
+            other = first.setdefault(name, rank)
+            if merged.setdefault(name, count) != count:
+                raise LayoutError(
+                    f"MoE layer {name!r} has {merged[name]} experts as rank {other} counts and "
+                    f"{count} as rank {rank} does; all ranks of an ep group hold equally many, so "
+                    "give each the same number, or the right group as ep="
+                )
+    return merged

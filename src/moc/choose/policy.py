@@ -61,31 +61,23 @@ class Policy:
     preempt_exit_code: int = 75
 
     def __post_init__(self) -> None:
-        for name in ("snapshot_every", "persist_every"):
-            _check_interval(name, getattr(self, name))
-        for name in (
-            *("k_snapshot", "k_persist", "total_steps", "keep_latest_k", "keep_every"),
-            *("timeout_secs", "grace_secs", "preempt_grace_secs"),
-        ):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float)
-            ):
-                raise ConfigError(f"Policy({name}={value!r}): a number{_HINTS.get(name, '')}")
-            if value is not None and value <= 0:
-                raise ConfigError(f"Policy({name}={value}): must be positive{_HINTS.get(name, '')}")
+        for name, none in _COUNTS.items():
+            _check_count(name, getattr(self, name), none)
+        for name in _SECS:
+            _check_secs(name, getattr(self, name))
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"Policy(overlap={self.overlap!r}): give True or False")
         if self.skip not in ("strict", "full"):
-            raise ConfigError(f"Policy(skip={self.skip!r}): 'strict' or 'full'")
+            raise ConfigError(f"Policy(skip={self.skip!r}): give 'strict' or 'full'")
         if self.on_error not in ("warn", "raise"):
-            raise ConfigError(f"Policy(on_error={self.on_error!r}): 'warn' or 'raise'")
-        if self.preempt_exit_code not in range(256):
-            raise ConfigError(
-                f"Policy(preempt_exit_code={self.preempt_exit_code!r}): an integer from 0 to 255"
-            )
+            raise ConfigError(f"Policy(on_error={self.on_error!r}): give 'warn' or 'raise'")
+        code = self.preempt_exit_code
+        if type(code) is not int or code not in range(256):
+            raise ConfigError(f"Policy(preempt_exit_code={code!r}): give an integer from 0 to 255")
         if self.buffers is not None and self.buffers < 3:
             raise ConfigError(
-                f"Policy(buffers={self.buffers}): at least 3 (one is being written, one persisted, "
-                "one kept for recovery)"
+                f"Policy(buffers={self.buffers}): give at least 3 (one is being written, one "
+                "persisted, one kept for recovery), or None"
             )
         if self.k_snapshot is not None and self.k_persist is None:
             raise ConfigError(
@@ -95,7 +87,7 @@ class Policy:
         if self.k_snapshot and self.k_persist and self.k_persist > self.k_snapshot:
             raise ConfigError(
                 f"Policy(k_snapshot={self.k_snapshot}, k_persist={self.k_persist}): a persist "
-                "writes what a snapshot holds, so k_persist must be at most k_snapshot"
+                f"writes what a snapshot holds; give k_persist, 1 to {self.k_snapshot}"
             )
 
     def experts_per_save(self, experts: int) -> tuple[int, int]:
@@ -106,23 +98,37 @@ class Policy:
         return snapshot, min(self.k_persist or experts, snapshot)
 
 
-def _check_interval(name: str, value: object) -> None:
-    """Raise unless it is a positive number of steps or a positive time."""
-    if value is None and name == "persist_every":
-        return
-    hint = _HINTS.get(name, "")
-    if isinstance(value, bool) or not isinstance(value, int | timedelta):
-        raise ConfigError(
-            f"Policy({name}={value!r}): a number of steps, or a time such as "
-            f"datetime.timedelta(minutes=10){hint}"
-        )
-    if (value.total_seconds() if isinstance(value, timedelta) else value) <= 0:
-        raise ConfigError(f"Policy({name}={value}): must be positive{hint}")
-
-
-_HINTS = {
-    "persist_every": "; None keeps checkpoints in memory only",
-    "keep_latest_k": "; None keeps all",
-    "k_snapshot": "; None takes all experts",
-    "k_persist": "; None takes all experts",
+_COUNTS = {
+    "snapshot_every": "",
+    "persist_every": "None keeps checkpoints in memory only",
+    "k_snapshot": "None takes all experts",
+    "k_persist": "None takes all experts",
+    "total_steps": "None where it is not known",
+    "keep_latest_k": "None keeps all",
+    "keep_every": "None keeps none for ever",
+    "buffers": "None chooses",
 }
+"""Fields that are whole numbers, and what None means; empty where it means nothing."""
+
+_TIMES = ("snapshot_every", "persist_every")
+_SECS = ("timeout_secs", "grace_secs", "preempt_grace_secs")
+_MOST_SECS = 1e8  # three years; clocks of gloo and Python take no more than they can count
+
+
+def _check_count(name: str, value: object, none: str) -> None:
+    if value is None and none:
+        return
+    if name in _TIMES and isinstance(value, timedelta) and value > timedelta():
+        return
+    if type(value) is not int or value <= 0:
+        time = ", or a time such as datetime.timedelta(minutes=10)" if name in _TIMES else ""
+        hint = f"; {none}" if none else ""
+        raise ConfigError(f"Policy({name}={value!r}): give a positive integer{time}{hint}")
+
+
+def _check_secs(name: str, value: object) -> None:
+    is_usable = isinstance(value, int | float) and 0 < value <= _MOST_SECS  # nan never compares
+    if not is_usable or value is True:
+        raise ConfigError(
+            f"Policy({name}={value!r}): give a positive number of seconds, at most {_MOST_SECS:g}"
+        )

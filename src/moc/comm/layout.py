@@ -122,7 +122,9 @@ def _along(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> list[int] | No
         raise LayoutError(f"the mesh has no axis {unknown[0]!r}; its axes are {list(names)}")
     here = mesh.get_coordinate()
     if here is None:
-        raise LayoutError(f"rank {dist.get_rank()} is not in the mesh")
+        raise LayoutError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; give one that spans all ranks"
+        )
     index = tuple(
         slice(None) if name in wanted else place for name, place in zip(names, here, strict=True)
     )
@@ -137,14 +139,16 @@ def _check(topology: Topology) -> None:
     if both:
         raise LayoutError(
             f"rank {both[0]} is in ep {topology.ep} and in edp {topology.edp}: it cannot hold "
-            f"other experts than rank {topology.rank} and the same ones"
+            f"other experts than rank {topology.rank} and the same ones; give groups that share "
+            "this rank alone"
         )
     if ep * edp > topology.world_size:
         raise LayoutError(
-            f"ep of {ep} x edp of {edp} ranks is more than the world of {topology.world_size}"
+            f"ep of {ep} x edp of {edp} ranks is more than the world of {topology.world_size}; "
+            "give as edp= the ranks with the same experts, one of each ep group"
         )
     if dp % (ep * edp) and (ep * edp) % dp:
         raise LayoutError(
             f"ep of {ep} x edp of {edp} = {ep * edp} ranks neither divides dp of {dp} ranks nor "
-            "is a multiple of it"
+            "is a multiple of it; give groups whose sizes divide"
         )

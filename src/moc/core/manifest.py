@@ -16,7 +16,7 @@ import msgspec
 from moc.core.digest import digest_bytes
 from moc.core.piece import Piece, PieceRecord
 from moc.core.versions import Version
-from moc.errors import DamagedError
+from moc.errors import DamagedError, NewerFormat
 
 __all__ = [
     "FORMAT",
@@ -414,7 +414,8 @@ def decode_json(data: bytes, kind: type[S], what: str) -> S:
         what: name for the error, a key or a path.
 
     Raises:
-        DamagedError: the bytes are not such a value, or of a newer format.
+        DamagedError: the bytes are not such a value.
+        NewerFormat: they are of a newer format.
     """
     start = len(_DIGEST_START)
     body = b"{" + data[start + _DIGEST_SKIP :].removesuffix(b"\n")
@@ -423,8 +424,9 @@ def decode_json(data: bytes, kind: type[S], what: str) -> S:
     try:
         written = msgspec.json.decode(body, type=_Format).format
         if written > FORMAT:
-            raise DamagedError(
-                f"{what} has format {written}; this version of moc reads up to {FORMAT}"
+            raise NewerFormat(
+                f"{what} has format {written}, and this version of moc reads up to {FORMAT}; "
+                "install a newer moc"
             )
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

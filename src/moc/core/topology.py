@@ -33,9 +33,15 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         for axis in ("dp", "ep", "edp"):
             ranks = getattr(self, axis)
             if self.rank not in ranks:
-                raise LayoutError(f"rank {self.rank} is not in its own {axis} group {ranks}")
+                raise LayoutError(
+                    f"rank {self.rank} is not in its own {axis} group {ranks}; give each rank the "
+                    f"{axis} group that it belongs to"
+                )
             if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
-                raise LayoutError(f"{axis} group {ranks} does not fit a world of {self.world_size}")
+                raise LayoutError(
+                    f"{axis} group {ranks} does not fit a world of {self.world_size}; a group "
+                    "holds each rank once, by its number in the job"
+                )
 
     @property
     def ep_rank(self) -> int:

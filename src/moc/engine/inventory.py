@@ -13,7 +13,7 @@ from moc.comm.group import agree, gather_values
 from moc.core.manifest import Manifest, RunInfo, Seal, encode_json
 from moc.core.versions import Timeline, Version
 from moc.engine.session import Session, host_name
-from moc.errors import DamagedError, KeyExists, KeyMissing, RunBusy
+from moc.errors import DamagedError, KeyExists, KeyMissing, NewerFormat, RunBusy
 from moc.persist.client import orphans, stop
 from moc.persist.commit import load_manifest, load_timeline, roll_forward, versions_in
 from moc.persist.residents import live_trainers, start_time
@@ -141,6 +141,8 @@ def read_store(session: Session) -> StoreFacts:
                 manifests.append(load_manifest(store, version))
             except KeyMissing:
                 unborn.append(version)
+            except NewerFormat as error:  # not to be gone back behind without a word
+                raise NewerFormat(f"{store.url}: {error}") from error
             except DamagedError as error:
                 problems.append(str(error))
         # Older folders without a manifest were retired, and hold files that later steps need.

@@ -28,7 +28,7 @@ from moc.engine.session import Session
 from moc.engine.snapshots import Snapshots
 from moc.engine.structure import Structure, agree_on_structure
 from moc.engine.tickets import Tickets
-from moc.errors import ConfigError, MocError, Preempted, SaveError
+from moc.errors import MocError, Preempted, SaveError
 from moc.persist import messages as say
 from moc.persist.commit import versions_in
 from moc.snapshot.gate import Gate
@@ -113,8 +113,6 @@ class Saver:
         """Save now. Collective; returns when the eager part is copied."""
         start = knobs.monotonic()
         session = self._session
-        if step < self._newest:
-            raise ConfigError(f"step {step} is saved after step {self._newest}; steps only grow")
         if step == self._handover.marked:
             return  # it is being persisted already, and keys are written once
         if forced:

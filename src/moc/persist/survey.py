@@ -22,7 +22,7 @@ from moc.core.manifest import (
     step_dir,
 )
 from moc.core.versions import Timeline, Version
-from moc.errors import ConfigError, DamagedError, KeyMissing, StoreError
+from moc.errors import ConfigError, DamagedError, KeyMissing, NewerFormat, StoreError
 from moc.persist.commit import load_timeline, missing_receipts, versions_in
 from moc.store import LocalStore, Store
 
@@ -107,6 +107,12 @@ def find_run(store: Store) -> RunInfo | None:
     """
     try:
         return decode_json(store.get(RUN_KEY), RunInfo, RUN_KEY)
+    except NewerFormat as error:
+        raise NewerFormat(f"{store.url}: {error}") from error
+    except DamagedError as error:
+        raise DamagedError(
+            f"{store.url}: {error}; copy it back from a backup, or use another directory"
+        ) from error
     except KeyMissing:
         names = store.children()
         if "attempts" in names or any(parse_step_dir(name) for name in names):

@@ -72,8 +72,8 @@ def node_key(memory_dir: Path) -> str:
     try:
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = memory_dir.stat()
-        if not os.access(memory_dir, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", str(memory_dir))
+        if not os.access(memory_dir, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not readable and writable", str(memory_dir))
     except OSError as error:
         raise ConfigError(
             f"memory_dir={str(memory_dir)!r} cannot be used: {error.strerror}; name a writable "

@@ -54,14 +54,19 @@ class ExpertRule(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         try:
             groups = re.compile(self.pattern).groupindex
-        except re.error as error:
-            raise ExpertRuleError(f"expert rule {self.pattern!r}: {error}") from error
+        except (re.error, TypeError) as error:
+            raise ExpertRuleError(
+                f"expert rule {self.pattern!r}: {error}; give a regular expression"
+            ) from error
         if "layer" not in groups:
-            raise ExpertRuleError(f"expert rule {self.pattern!r} has no group (?P<layer>...)")
+            raise ExpertRuleError(
+                f"expert rule {self.pattern!r} has no group (?P<layer>...); put it around the path "
+                "of the MoE module"
+            )
         if self.dim != 0:
             raise ConfigError(
                 f"expert rule {self.pattern!r}: experts along dim {self.dim}; only dim 0 can be cut"
-                " into experts"
+                " into experts; transpose the parameter"
             )
 
 
@@ -220,7 +225,8 @@ def build_expert_map(
     if not matches and rules != "auto" and required:
         raise ExpertRuleError(
             f"no parameter is a routed expert by {[rule.pattern for rule in resolved]};"
-            f" parameters are {_some(shapes)}"
+            f" parameters are {_some(shapes)}; change the rule, or give experts=None for a model"
+            " without experts"
         )
     by_layer: dict[str, list[_Match]] = {}
     for match in matches:
@@ -245,6 +251,12 @@ def build_expert_map(
 
 def _resolve(rules: str | Sequence[ExpertRule]) -> tuple[ExpertRule, ...]:
     if not isinstance(rules, str):
+        told = "give 'auto', a preset, a list of moc.ExpertRule, or None"
+        if not isinstance(rules, Iterable):
+            raise ExpertRuleError(f"experts={rules!r}: {told}")
+        for rule in rules:
+            if not isinstance(rule, ExpertRule):
+                raise ExpertRuleError(f"experts: {rule!r} is no rule; {told}")
         return tuple(rules)
     if rules == "auto":
         return tuple(rule for preset in PRESETS.values() for rule in preset)
@@ -268,7 +280,7 @@ def _match_all(
                     break
                 raise ExpertRuleError(
                     f"expert rule {rule.pattern!r} matches {fqn}, which is a shared expert: those"
-                    " see every token and are dense"
+                    " see every token and are dense; let the rule match routed experts only"
                 )
             index, span = None, (0, 0)
             if "expert" in pattern.groupindex:
@@ -276,7 +288,7 @@ def _match_all(
                 if text is None or not _NUMBER.fullmatch(text) or str(int(text)) != text:
                     raise ExpertRuleError(
                         f"expert rule {rule.pattern!r} reads expert {text!r} from {fqn}; an index"
-                        " is a plain number"
+                        " is a plain number, so let the group match one"
                     )
                 index = int(text)
             found.append(_Match(fqn, match["layer"] or "", index, span))
@@ -293,7 +305,10 @@ def _count_local(
         if match.index is None:
             shape = shapes[match.fqn]
             if not shape or shape[0] == 0:
-                raise ExpertRuleError(f"{match.fqn} of shape {shape} holds no experts along dim 0")
+                raise ExpertRuleError(
+                    f"{match.fqn} of shape {shape} holds no experts along dim 0; let the rule leave"
+                    " it out"
+                )
             counts.setdefault(shape[0], match.fqn)
     base = 0
     indices = sorted({m.index for m in matches if m.index is not None})
@@ -303,12 +318,15 @@ def _count_local(
         if indices != list(range(base, base + count)):
             raise LayoutError(
                 f"MoE layer {layer!r}: local experts {_some(indices)} are not 0 to {count - 1};"
-                " experts of a rank must be contiguous"
+                " experts of a rank must be contiguous, so number them so, or check the ep group"
             )
         counts.setdefault(count, next(m.fqn for m in matches if m.index is not None))
     if len(counts) > 1:
         told = ", ".join(f"{count} by {fqn}" for count, fqn in sorted(counts.items()))
-        raise LayoutError(f"MoE layer {layer!r}: tensors disagree on the local experts: {told}")
+        raise LayoutError(
+            f"MoE layer {layer!r}: tensors disagree on the local experts: {told};"
+            " let the rule leave out what is no expert"
+        )
     return next(iter(counts)), base
 
 

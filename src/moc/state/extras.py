@@ -493,9 +493,17 @@ class Extras:
         self._parts: dict[str, list[Any]] = {}
         self._paths: dict[str, list[str]] = {}
         self._rng = rng
+        if not isinstance(objects, Mapping):
+            raise ConfigError(
+                f"extras={_name(objects)}: give a dict of objects by name, such as "
+                '{"scheduler": scheduler}'
+            )
         for name, given in objects.items():
             if type(name) is not str or name in ("", RNG):
-                raise ConfigError(f"extras: {name!r} cannot be a name")
+                raise ConfigError(
+                    f"extras: {name!r} cannot be a name; give a text that is neither empty nor "
+                    f"{RNG!r}"
+                )
             many = isinstance(given, list | tuple)
             parts = list(given) if isinstance(given, list | tuple) else [given]
             path = f"extras[{name!r}]"

@@ -215,7 +215,8 @@ class LiveState:
                     raise ConfigError(
                         f"{type(optimizer).__name__} holds a parameter (number {index}, shape "
                         f"{tuple(param.shape)}) that the model has not; was a module replaced "
-                        f"after the optimizer was built?{self._untrained_like(param)}"
+                        f"after the optimizer was built?{self._untrained_like(param)} Build the "
+                        "optimizer from model.parameters()"
                     )
                 self._optimized.add(id(param))
         self._links = _links(self.model)
@@ -334,15 +335,24 @@ class LiveState:
         taken = {*self.params, *map(self.global_name, self.params), *self._registered}
         taken |= {buffer for buffer, _, _ in self._buffers()}
         if type(name) is not str or not name or name.startswith("moc."):
-            raise ConfigError(f"register: {name!r} cannot be a name")
+            raise ConfigError(
+                f"register: {name!r} cannot be a name; give a text that does not begin with 'moc.'"
+            )
         if name in taken:
             raise ConfigError(f"register: the name {name!r} is taken; give the tensor another")
         if scope not in _SCOPES:
-            raise ConfigError(f"register({name!r}): scope {scope!r} is none of {list(_SCOPES)}")
+            raise ConfigError(
+                f"register({name!r}): scope {scope!r} is none of {list(_SCOPES)}; give one of them"
+            )
         if getattr(tensor, "layout", None) != torch.strided or tensor.is_meta:
-            raise ConfigError(f"register({name!r}): {type(tensor).__name__} is no plain tensor")
+            raise ConfigError(
+                f"register({name!r}): {type(tensor).__name__} is no plain tensor; give one that is "
+                "dense and has values"
+            )
         if scope == "sum" and not _can_add(tensor.dtype):
-            raise ConfigError(f"register({name!r}): values of {tensor.dtype} cannot be summed")
+            raise ConfigError(
+                f"register({name!r}): values of {tensor.dtype} cannot be summed; give another scope"
+            )
         region = self._region(name, _SCOPES[scope], None, Always(tensor), stable)
         self._registered[name] = replace(region, rank=-1 if scope == "replicated" else rank)
 

@@ -243,13 +243,25 @@ def _find_routers(
         try:
             pattern = re.compile(router)
         except re.error as error:
-            raise ConfigError(f"router {router!r}: {error}") from error
+            raise ConfigError(
+                f"router {router!r}: {error}; give a regular expression, or names by MoE layer"
+            ) from error
+    elif router is not None and not isinstance(router, Mapping):
+        raise ConfigError(
+            f"router={router!r}: give a regular expression, or a dict of names by MoE layer"
+        )
     elif router is not None:
         for layer, path in router.items():
             if layer not in layers:
-                raise ConfigError(f"router names {layer!r}, which is none of {list(layers)}")
+                raise ConfigError(
+                    f"router names {layer!r}, which is none of the MoE layers {list(layers)}; name "
+                    "these"
+                )
             if path not in modules:
-                raise ConfigError(f"router of {layer!r}: the model has no module {path!r}")
+                raise ConfigError(
+                    f"router of {layer!r}: the model has no module {path!r}; name one as "
+                    "model.named_modules() does"
+                )
             found[layer] = path
     for layer in layers:
         if layer not in found:
@@ -257,7 +269,10 @@ def _find_routers(
             if nearest is not None:
                 found[layer] = nearest
     if pattern is not None and layers and not found:
-        raise ConfigError(f"router {router!r} matches no module of MoE layers {list(layers)}")
+        raise ConfigError(
+            f"router {router!r} matches no module of MoE layers {list(layers)}; leave it out to "
+            "have routers searched"
+        )
     return found
 
 

@@ -9,7 +9,7 @@ from moc.store.base import Store
 from moc.store.local import LocalStore
 from moc.store.wrap import RetryingStore
 
-__all__ = ["LocalStore", "Store", "open_patiently", "open_store"]
+__all__ = ["LocalStore", "RetryingStore", "Store", "open_patiently", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -24,7 +24,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     """
     text = os.fspath(url)
     if not text:
-        raise ConfigError("an empty path names no run directory")
+        raise ConfigError(
+            f"directory={text!r}: an empty path names no run directory; give a folder or a URL"
+        )
     if "://" not in text:
         return LocalStore(text)
     if text.startswith("file://"):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moc.errors import KeyExists, KeyMissing, StoreError, StoreRefused
+from moc.errors import ConfigError, KeyExists, KeyMissing, StoreError, StoreRefused
 from moc.store.base import Chunk, Names, check_key, check_prefix, is_temporary
 
 __all__ = ["LocalStore"]
@@ -51,6 +51,31 @@ class LocalStore:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         self.url = str(self.root)
         self._synced: set[Path] = set()  # folders whose own name is known to be durable
+
+    def check(self, *, write: bool) -> None:
+        """See that the folder can be used, or made; writes nothing.
+
+        Args:
+            write: whether it is to be written, too.
+
+        Raises:
+            ConfigError: it is a file, or this user may not.
+        """
+        folder = self.root
+        while not os.path.lexists(folder):  # also where a file, or no permission, is in the way
+            folder = folder.parent
+        there = folder == self.root
+        if not folder.is_dir():
+            raise ConfigError(
+                f"run directory {self.root}: {folder} is no folder; name a folder, or one to make"
+            )
+        for mode, verb in ((os.R_OK | os.X_OK, "read"), (os.W_OK | os.X_OK, "write")):
+            asked = write if verb == "write" else there
+            if asked and not os.access(folder, mode):
+                raise ConfigError(
+                    f"run directory {self.root}: user {os.getuid()} may not {verb} {folder}; "
+                    "change its owner or mode, or name another directory"
+                )
 
     def path(self, key: str) -> Path:
         """Where a key's file is, or would be."""
