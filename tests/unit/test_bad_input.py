@@ -581,6 +581,6 @@ def command(bench: Bench, row: Row) -> None:
             code: Any = main([str(bench.run) if word == "RUN" else word for word in words])
         except SystemExit as left:
             code = left.code
-    assert bench.state() == before
+    assert not bench.touched(before)
     assert not out.getvalue()
     row.fits(f"exit {code}", err.getvalue())
