@@ -134,7 +134,8 @@ class Bench:
         before = self.state()
         with pytest.raises(MocError) as caught:
             act()
-        assert not self.touched(before), f"touched before {caught.value}"
+        touched = self.touched(before)
+        assert not touched, f"{touched} before {caught.value}"
         row.fits(type(caught.value).__name__, str(caught.value))
 
     def refuses_nobody(self, row: Row, act: Callable[[], object]) -> None:

@@ -501,7 +501,7 @@ def twice(bench: Bench) -> Any:
     return manager.restore
 
 
-@refused("restore() after the first save")
+@refused("restore() after the first step")
 def late(bench: Bench) -> Any:
     return started(bench, 1).restore
 
@@ -522,10 +522,9 @@ def read_only(bench: Bench) -> Any:
 
 
 def started(bench: Bench, *steps: int) -> moc.CheckpointManager:
-    """A manager that has made these steps, and whose helper has nothing to do."""
-    manager = bench.make(policy=moc.Policy(snapshot_every=1, persist_every=None))
+    """A manager that has made these steps, and has nothing in flight."""
+    manager = bench.make(policy=moc.Policy(snapshot_every=100, persist_every=100))
     run_steps(manager, bench.model, bench.optimizer, steps)
-    manager.wait()
     return manager
 
 
@@ -539,8 +538,7 @@ def step_nonsense(bench: Bench, row: Row) -> None:
 
 @refused("step 3 after step 5")
 def backwards(bench: Bench) -> Any:
-    manager = bench.make(policy=moc.Policy(snapshot_every=100, persist_every=100))
-    run_steps(manager, bench.model, bench.optimizer, [4, 5])
+    manager = started(bench, 4, 5)
     return lambda: manager.step(3)
 
 
