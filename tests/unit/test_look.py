@@ -132,10 +132,10 @@ def test_a_time_based_persist_is_the_snapshot_nearest_to_it() -> None:
     [
         ({"snapshot_every": "10min"}, "datetime.timedelta"),
         ({"snapshot_every": None}, "datetime.timedelta"),
-        ({"snapshot_every": timedelta(0)}, "must be positive"),
-        ({"persist_every": timedelta(seconds=-1)}, "must be positive"),
-        ({"persist_every": 1.5}, "a number of steps"),
-        ({"preempt_grace_secs": 0}, "must be positive"),
+        ({"snapshot_every": timedelta(0)}, "give a positive"),
+        ({"persist_every": timedelta(seconds=-1)}, "give a positive"),
+        ({"persist_every": 1.5}, "a positive number of steps"),
+        ({"preempt_grace_secs": 0}, "give a positive"),
         ({"preempt_exit_code": 256}, "0 to 255"),
     ],
 )

@@ -121,9 +121,10 @@ def _check_count(name: str, value: object, none: str) -> None:
     if name in _TIMES and isinstance(value, timedelta) and value > timedelta():
         return
     if type(value) is not int or value <= 0:
-        time = ", or a time such as datetime.timedelta(minutes=10)" if name in _TIMES else ""
+        steps = "number of steps, or a time such as datetime.timedelta(minutes=10)"
+        wanted = steps if name in _TIMES else "integer"
         hint = f"; {none}" if none else ""
-        raise ConfigError(f"Policy({name}={value!r}): give a positive integer{time}{hint}")
+        raise ConfigError(f"Policy({name}={value!r}): give a positive {wanted}{hint}")
 
 
 def _check_secs(name: str, value: object) -> None:
