@@ -40,7 +40,6 @@ class LookWords(msgspec.Struct, frozen=True, kw_only=True):
         """Words for an all-reduce with MIN."""
         return [
             self.step,
-            -self.step,
             -self.step_usecs,
             NEVER if self.left_usecs is None else self.left_usecs,
             NEVER if self.grace_usecs is None else self.grace_usecs,
@@ -52,15 +51,13 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks have said, equal on all of them.
 
     Attributes:
-        differ: whether they posted it after different steps.
-        step: the step after which it was posted, of the rank that is least far.
+        step: the step after which it was posted.
         step_usecs: time of a step, of the slowest rank.
         left_usecs: until a snapshot is due, when this was posted; None if none is due by time.
         grace_usecs: until the first rank ends itself, when this was posted; None for no signal.
         signum: the signal that some rank got, 0 for none.
     """
 
-    differ: bool
     step: int
     step_usecs: int
     left_usecs: int | None
@@ -71,12 +68,11 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     def unpack(cls, words: Sequence[int]) -> Look:
         """Read the minimum over all ranks of `LookWords.pack`."""
         return cls(
-            differ=words[0] != -words[1],
             step=words[0],
-            step_usecs=-words[2],
-            left_usecs=None if words[3] == NEVER else words[3],
-            grace_usecs=None if words[4] == NEVER else words[4],
-            signum=-words[5],
+            step_usecs=-words[1],
+            left_usecs=None if words[2] == NEVER else words[2],
+            grace_usecs=None if words[3] == NEVER else words[3],
+            signum=-words[4],
         )
 
 

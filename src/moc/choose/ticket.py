@@ -29,7 +29,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has to say.
 
     Attributes:
-        step: the step whose save this is about.
+        step: the step whose save this is about; it travels in `moc.choose.call`.
         attempt: this rank's attempt.
         plan: digest of this rank's save plan, 0 before there is one.
         unchanged: 1 while the live state has the structure that was planned, else 0.
@@ -58,8 +58,6 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     def pack(self) -> list[int]:
         """Words for an all-reduce with MIN; a value beside its negative shows disagreement."""
         return [
-            self.step,
-            -self.step,
             self.attempt,
             -self.attempt,
             self.plan,
@@ -79,7 +77,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks have said, equal on all of them.
 
     Attributes:
-        agreed: names of the fields in which ranks differ; empty when all is well.
+        differ: names of the fields in which ranks differ; empty when all is well.
         unchanged: whether every rank's structure was the planned one when it posted.
         settled: whether it then stays so until the save, on every rank.
         held: for each of the newest saves, newest first, whether every rank holds it sealed.
@@ -103,17 +101,17 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def unpack(cls, words: Sequence[int]) -> Ticket:
         """Read the minimum over all ranks of `Words.pack`."""
-        pairs = (("step", 0), ("attempt", 2), ("plan", 4))
+        pairs = (("attempt", 0), ("plan", 2))
         return cls(
             differ=tuple(name for name, i in pairs if words[i] != -words[i + 1]),
-            unchanged=words[6] == 1,
-            settled=words[10] == 1,
-            failed=-words[7],
-            committed=words[8],
-            abandoned=words[9],
-            base_gone=-words[11],
-            held=tuple(word == 1 for word in words[12 : 12 + HELD]),
-            overdue=words[12 + HELD] == 1,
+            unchanged=words[4] == 1,
+            settled=words[8] == 1,
+            failed=-words[5],
+            committed=words[6],
+            abandoned=words[7],
+            base_gone=-words[9],
+            held=tuple(word == 1 for word in words[10 : 10 + HELD]),
+            overdue=words[10 + HELD] == 1,
         )
 
     def is_resolved(self, marked: int) -> bool:

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 from moc import knobs
 from moc.choose.cadence import NEVER, is_overdue
+from moc.choose.call import Kind
 from moc.choose.look import Look, LookWords, judge
-from moc.comm.group import Pending, gather_values
+from moc.engine.exchange import Exchange, Posted
 from moc.engine.preempt import Watch
 from moc.engine.session import Session
-from moc.errors import RanksDisagree
 
 __all__ = ["Looks"]
 
@@ -28,9 +28,10 @@ class Looks:
         asked: the signal and the grace in microseconds that all ranks agreed on; None before.
     """
 
-    def __init__(self, session: Session, watch: Watch | None) -> None:
+    def __init__(self, session: Session, exchange: Exchange, watch: Watch | None) -> None:
         """Post nothing yet."""
         self._session = session
+        self._exchange = exchange
         self._watch = watch
         every = session.policy.snapshot_every
         self._every_secs = every.total_seconds() if isinstance(every, timedelta) else None
@@ -41,7 +42,7 @@ class Looks:
         self.next = 0 if watch is not None or self._every_secs is not None else NEVER
         self.due = -1
         self.asked: tuple[int, int] | None = None
-        self._posted: Pending | None = None
+        self._posted: Posted[list[int]] | None = None
         self._last_save = -1
         self._last_look = -1
         self._looked = self._saved = self._marked = knobs.monotonic()
@@ -66,30 +67,34 @@ class Looks:
         now = knobs.monotonic()
         return is_overdue(now - self._marked, now - self._saved, every)
 
-    def take(self, step: int) -> None:
-        """Read what was posted at the look before, decide, and post anew.
+    def read(self, step: int) -> None:
+        """Read what was posted at the look before, if anything was, and decide.
 
         Raises:
             RanksDisagree: ranks posted after different steps.
         """
-        now, pending = knobs.monotonic(), self._posted
+        posted, self._posted = self._posted, None
         self.next = step + 1
-        if pending is not None:
-            look = self._read(pending)
-            verdict = judge(
-                step,
-                look,
-                patience_usecs=self._patience_usecs,
-                last_save=max(self._last_save, self.due),
-            )
-            self.next, self._posted = verdict.next, None
-            if verdict.due > step:
-                self.due = verdict.due
-            if verdict.stop:
-                left = (look.grace_usecs or 0) - (step - look.step) * look.step_usecs
-                self.asked = look.signum, max(left, 0)
-                return
-        self._posted = self._session.group.post_min(self._words(step, now).pack())
+        if posted is None:
+            return
+        look = Look.unpack(self._exchange.read(posted))
+        verdict = judge(
+            step,
+            look,
+            patience_usecs=self._patience_usecs,
+            last_save=max(self._last_save, self.due),
+        )
+        self.next = verdict.next
+        if verdict.due > step:
+            self.due = verdict.due
+        if verdict.stop:
+            left = (look.grace_usecs or 0) - (step - look.step) * look.step_usecs
+            self.asked = look.signum, max(left, 0)
+
+    def post(self, step: int) -> None:
+        """Post anew, once the save of this step is made and before the next one is announced."""
+        now = knobs.monotonic()
+        self._posted = self._exchange.post(Kind.LOOK, step, self._words(step, now).pack())
         self._looked, self._last_look = now, step
 
     def _words(self, step: int, now: float) -> LookWords:
@@ -104,17 +109,3 @@ class Looks:
             grace_usecs=grace,
             signum=signum,
         )
-
-    def _read(self, pending: Pending) -> Look:
-        session = self._session
-        look = Look.unpack(pending.wait(session.policy.timeout_secs))
-        if look.differ:
-            steps = gather_values(session.group, self._last_look, int)
-            table = ", ".join(f"rank {r}: step {s}" for r, s in enumerate(steps))
-            raise RanksDisagree(
-                f"ranks disagree on the step they are at ({table}); manager.step must be called "
-                "with the same step on every rank",
-                step=self._last_look,
-                rank=session.rank,
-            )
-        return look

@@ -15,12 +15,14 @@ import msgspec
 
 from moc import knobs
 from moc.choose.cadence import is_snapshot_due, next_snapshot
+from moc.choose.call import Kind
 from moc.choose.fate import settle
 from moc.choose.pick import Choice, ChooseState
-from moc.choose.ticket import Ticket, Words, decide
-from moc.comm.group import Pending, agree, gather_values
+from moc.choose.ticket import Closing, Ticket, Words, decide
+from moc.comm.group import agree, gather_values
 from moc.core.faults import FaultScript
 from moc.core.versions import Version
+from moc.engine.exchange import Exchange, Posted
 from moc.engine.handover import Handover
 from moc.engine.looks import Looks
 from moc.engine.preempt import Watch
@@ -60,9 +62,10 @@ class Saver:
         self._memory_bytes = memory_bytes
         self._handover = Handover(session, faults)
         self._snapshots = Snapshots(session, self._handover)
-        self._tickets = Tickets(session)
+        self._exchange = Exchange(session)
+        self._tickets = Tickets(session, self._exchange)
         self._watch = watch
-        self._looks = Looks(session, watch)
+        self._looks = Looks(session, self._exchange, watch)
         self._gate = Gate([*session.live.optimizers, *session.live.inner], self.fence)
         self._steps_seen = 0
         self._warned_idle = False
@@ -99,18 +102,26 @@ class Saver:
             return
         self._steps_seen = self._gate.steps
         self._handover.listen()
-        if step >= self._looks.next:
-            self._looks.take(step)
+        if 0 <= self._tickets.due < step:
+            self._tickets.drop(step)  # no optimizer step was made then
+        looks = step >= self._looks.next
+        if looks:
+            self._looks.read(step)
             if self._looks.asked is not None:
                 self._stop(step, *self._looks.asked)
         if is_snapshot_due(step, session.policy, self._looks.due):
-            self.save(step)
-        elif self._is_next(step + 1):
-            self._tickets.post(self._words(step + 1))
+            self._save(step)
+        if looks:
+            self._looks.post(step)
+        self._announce(step + 1)
         self._surface()
 
     def save(self, step: int, *, full: bool = False, forced: bool = False) -> None:
         """Save now. Collective; returns when the eager part is copied."""
+        self._save(step, full=full, forced=forced)
+        self._announce(step + 1)
+
+    def _save(self, step: int, *, full: bool = False, forced: bool = False) -> None:
         start = knobs.monotonic()
         session = self._session
         if step == self._handover.marked:
@@ -151,15 +162,13 @@ class Saver:
                 structure,
                 decision,
                 self._state,
-                lambda: self._tickets.read_closing(step, counted),
+                counted.read,
             )
         except (MocError, OSError) as error:
             self._handover.fail(step, f"snapshot of step {step} failed: {error}", error)
         self._state = self._state.snapshotted(step, decision.choice.snapshot)
         self._handover.counts["saves"] += 1
         self._stall(step, knobs.monotonic() - start)
-        if self._is_next(step + 1):
-            self._tickets.post(self._words(step + 1))
         session.flush()
 
     def fence(self) -> None:
@@ -181,9 +190,10 @@ class Saver:
         """
         session, fate, step = self._session, self._handover, self._handover.marked
         self._settle_copy()
+        self._tickets.drop(-1)
         if step < 0:
             return
-        self._tickets.drop(-1)
+        self._exchange.read(self._exchange.post(Kind.WAIT, step))
         if timeout_secs is None:  # later than the helper's own, which says who is missing
             timeout_secs = session.policy.timeout_secs + _MARGIN_SECS
         deadline = knobs.monotonic() + timeout_secs
@@ -249,7 +259,7 @@ class Saver:
             except (MocError, OSError, RuntimeError) as error:
                 errors.append(error)
 
-        if drain and self._structure is not None:
+        if drain:
             attempt(self.wait)
             if not errors:
                 attempt(self._make_up)
@@ -311,9 +321,11 @@ class Saver:
 
     # ------------------------------------------------------------------ ticket
 
-    def _is_next(self, step: int) -> bool:
-        """Whether a snapshot is known to be due at the step to come."""
-        return next_snapshot(step - 1, self._session.policy, self._looks.due) == step
+    def _announce(self, step: int) -> None:
+        """Post the ticket if a snapshot is known to be due at the step to come."""
+        is_due = next_snapshot(step - 1, self._session.policy, self._looks.due) == step
+        if is_due and self._tickets.due < 0:
+            self._tickets.post(self._words(step))
 
     def _words(self, due: int) -> Words:
         """What this rank has to say about a save."""
@@ -333,7 +345,7 @@ class Saver:
             base_gone=fate.base_gone,
         )
 
-    def _close_ticket(self, step: int, ticket: Ticket) -> tuple[Structure, Pending]:
+    def _close_ticket(self, step: int, ticket: Ticket) -> tuple[Structure, Posted[Closing]]:
         """Say that the save is made, and see to it that what is held is what was planned.
 
         The ticket was posted before the optimizer step, which may have brought new state.
@@ -341,9 +353,9 @@ class Saver:
         session, structure = self._session, self._structure
         is_planned = structure is not None and structure.stamp == session.live.stamp()
         is_safe = structure is not None and ticket.unchanged and ticket.settled
-        counted = self._tickets.close(changed=is_safe and not is_planned)
+        counted = self._tickets.close(step, changed=is_safe and not is_planned)
         if not is_safe:
-            self._tickets.read_closing(step, counted)
+            self._exchange.read(counted)
             if not ticket.unchanged or not all(gather_values(session.group, is_planned, bool)):
                 structure = self._restructure()
         assert structure is not None
