@@ -45,7 +45,9 @@ def test_ranks_that_do_the_same_read_the_least_of_their_words(
 
 def test_all_that_is_posted_has_one_size() -> None:
     words = [TICKET.pack(), LookWords(step=3, step_usecs=1).pack(), []]
-    sizes = {len(pack_call(Call(kind=k, step=3, rank=0), w)) for k, w in zip(Kind, words, strict=True)}
+    sizes = {
+        len(pack_call(Call(kind=k, step=3, rank=0), w)) for k, w in zip(Kind, words, strict=True)
+    }
     assert sizes == {WORDS}
     everything = Call(kind=Kind.WAIT, step=(1 << 40) - 1, rank=(1 << 20) - 1)
     assert all(-(1 << 63) <= word < 1 << 63 for word in pack_call(everything, TICKET.pack()))

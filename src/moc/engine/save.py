@@ -190,9 +190,9 @@ class Saver:
         """
         session, fate, step = self._session, self._handover, self._handover.marked
         self._settle_copy()
-        self._tickets.drop(-1)
         if step < 0:
             return
+        self._tickets.drop(-1)
         self._exchange.read(self._exchange.post(Kind.WAIT, step))
         if timeout_secs is None:  # later than the helper's own, which says who is missing
             timeout_secs = session.policy.timeout_secs + _MARGIN_SECS
@@ -261,6 +261,7 @@ class Saver:
 
         if drain:
             attempt(self.wait)
+            attempt(lambda: self._tickets.drop(-1))
             if not errors:
                 attempt(self._make_up)
         self._gate.close()
