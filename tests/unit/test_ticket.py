@@ -61,9 +61,7 @@ def test_rank_0s_clock_alone_says_that_a_persist_is_due(overdue: bool) -> None:
     assert (outstanding.due, outstanding.marked) == (overdue, False)
 
 
-@given(
-    st.sampled_from(["attempt", "plan"]), st.integers(0, 1 << 61), st.integers(0, 1 << 61)
-)
+@given(st.sampled_from(["attempt", "plan"]), st.integers(0, 1 << 61), st.integers(0, 1 << 61))
 def test_a_difference_is_seen_by_all(field: str, one: int, other: int) -> None:
     ticket = together(words(0, **{field: one}), words(1, **{field: other}))
     assert ticket.differ == ((field,) if one != other else ())
