@@ -181,6 +181,21 @@ def kinds(events: Iterable[moc.Event], step: int) -> list[str]:
     return [event.kind for event in events if event.step == step]
 
 
+class Recording(LocalStore):
+    """Remembers what is read of data files."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Store.get`."""
+        if key.endswith(".safetensors"):
+            assert nbytes is not None
+            self.ranges.append((key, offset, nbytes))
+        return super().get(key, offset, nbytes)
+
+
 class Managers:
     """Makes managers over one run and one memory directory, and ends them all.
 

@@ -17,6 +17,7 @@ from tests.support.tiny import (
     DIM,
     EACH,
     Managers,
+    Recording,
     adamw,
     dense,
     moe,
@@ -217,20 +218,6 @@ def spoil(run: Path, step: int) -> int:
             file.seek(record.offset)
             file.write(b"\xa5" * record.piece.nbytes)
     return len(others)
-
-
-class Recording(LocalStore):
-    """Remembers what is read of data files."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.ranges: list[tuple[str, int, int]] = []
-
-    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        if key.endswith(".safetensors"):
-            assert nbytes is not None
-            self.ranges.append((key, offset, nbytes))
-        return super().get(key, offset, nbytes)
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
@@ -580,7 +567,7 @@ def test_what_cannot_be_registered(managers: Managers) -> None:
             manager.register("other", torch.zeros(2, dtype=dtype), scope="sum")
 
 
-@pytest.mark.parametrize("world", [4, 3, 1, 6])
+@pytest.mark.parametrize("world", [4, 3, 2, 1, 8])
 def test_scopes_of_registered_tensors(managers: Managers, world: int) -> None:
     def tensors(rank: int) -> dict[str, tuple[Tensor, str]]:
         return {

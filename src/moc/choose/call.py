@@ -2,7 +2,7 @@
 
 Gloo joins the reductions of the ranks by their order alone, and ends the process where two that
 meet have different sizes. So all that may be posted at one place have the same size and begin
-with what they are: ranks that do not do the same then read so, each of them, with two of them named.
+with what they are: ranks that do not do the same then all read so, and which two differ most.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ class Exchange:
         differ, rest = open_call(words)
         if differ:
             raise RanksDisagree(
-                f"ranks disagree on what is to be done ({', '.join(map(str, differ))}); manager.step, "
-                "save, wait and close must be called alike on every rank, with the same step, and "
-                "an optimizer step must be made or skipped by all ranks",
+                f"ranks disagree on what is to be done ({', '.join(map(str, differ))}); "
+                "manager.step, save, wait and close must be called alike on every rank, with the "
+                "same step, and an optimizer step must be made or skipped by all ranks",
                 step=min(call.step for call in differ),
                 rank=self._session.rank,
             )

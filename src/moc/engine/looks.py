@@ -77,7 +77,8 @@ class Looks:
         self.next = step + 1
         if posted is None:
             return
-        look = Look.unpack(self._exchange.read(posted))
+        words = self._exchange.read(posted)
+        look = Look.unpack(words)
         verdict = judge(
             step,
             look,

@@ -75,7 +75,8 @@ class Tickets:
         assert self._posted is not None
         session, step = self._session, self.due
         posted, self._posted, self.due = self._posted, None, -1
-        ticket = Ticket.unpack(self._exchange.read(posted))
+        words = self._exchange.read(posted)
+        ticket = Ticket.unpack(words)
         if ticket.differ:
             told = gather_values(session.group, (session.attempt, self._plan), tuple[int, int])
             table = ", ".join(f"rank {r}: attempt {a}, plan {p:x}" for r, (a, p) in enumerate(told))
