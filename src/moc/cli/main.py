@@ -43,6 +43,7 @@ _VERBS = {
     "report": _Verb("moc.cli.report", "run", "draw what a run's events tell, as one HTML page"),
     "prune": _Verb("moc.cli.prune", "run", "delete old steps, and say why the rest stays"),
     "clean": _Verb("moc.cli.clean", "run", "remove what dead runs have left in this memory"),
+    "bench": _Verb("moc.cli.bench", "run", "measure saves against this machine's raw limits"),
     "doctor": _Verb("moc.cli.doctor", "run", "check this machine before the first step"),
 }
 
