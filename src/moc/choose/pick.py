@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -101,9 +101,12 @@ def rotation(holders: Sequence[int], start: int) -> tuple[int, ...]:
         turn = turns.get(holder, 0)
         turns[holder] = turn + 1
         places.append((turn, holder, expert))
-    order = [expert for _, _, expert in sorted(places)]
+    return _rotated(tuple(expert for _, _, expert in sorted(places)), start)
+
+
+def _rotated(order: tuple[int, ...], start: int) -> tuple[int, ...]:
     start %= len(order) or 1
-    return tuple(order[start:] + order[:start])
+    return order[start:] + order[:start]
 
 
 def deal(order: Sequence[int], block: int, windows: int) -> tuple[int, ...]:
@@ -117,8 +120,16 @@ def deal(order: Sequence[int], block: int, windows: int) -> tuple[int, ...]:
     Returns:
         The same ids: blocks 0, W, 2W, ..., then blocks 1, W+1, 2W+1, ...
     """
-    ranked = sorted(range(len(order)), key=lambda i: (i // block % windows, i))
-    return tuple(order[i] for i in ranked)
+    if windows == 1:
+        return tuple(order)
+    dealt: list[int] = []
+    for window in range(windows):
+        if block == 1:
+            dealt += order[window::windows]
+            continue
+        for start in range(window * block, len(order), windows * block):
+            dealt += order[start : start + block]
+    return tuple(dealt)
 
 
 def pick(keys: Sequence[int], k: int, order: Sequence[int]) -> tuple[int, ...]:
@@ -148,9 +159,10 @@ def caps(holders: Sequence[Sequence[int]], policy: Policy) -> dict[int, int]:
     """
     whole = math.lcm(*(len(row) for row in holders if row))
     shares: Counter[int] = Counter()
-    for row in holders:
+    for row, layers in Counter(map(tuple, holders)).items():  # as a rule all layers are alike
         for holder, held in Counter(row).items():
-            shares[holder] += policy.experts_per_save(len(row))[0] * held * (whole // len(row))
+            share = policy.experts_per_save(len(row))[0] * held * (whole // len(row))
+            shares[holder] += layers * share
     return {holder: -(-share // whole) + 1 for holder, share in shares.items()}
 
 
@@ -194,27 +206,83 @@ def choose(
         return Choice(everything, everything if marked else ((),) * len(holders))
 
     quota = [policy.experts_per_save(len(row)) for row in holders]
+    rounds = {row: rotation(row, 0) for row in set(map(tuple, holders))}
     orders = [
-        rotation(row, k_persist * layer)
+        _rotated(rounds[tuple(row)], k_persist * layer)
         for layer, (row, (_, k_persist)) in enumerate(zip(holders, quota, strict=True))
     ]
     persist = tuple(
         pick(keys, k_persist, order) if marked else ()
         for keys, (_, k_persist), order in zip(last_commit, quota, orders, strict=True)
     )
+    windows = [
+        deal(order, k_persist, -(-len(order) // k_snapshot)) if order else ()
+        for order, (k_snapshot, k_persist) in zip(orders, quota, strict=True)
+    ]
+    sizes = [k_snapshot for k_snapshot, _ in quota]
+    limit = caps(holders, policy)
+    snapshot = _uncapped(last_snapshot, windows, sizes, persist)
+    if not _keeps_caps(snapshot, persist, holders, limit):
+        snapshot = _capped(last_snapshot, windows, sizes, persist, holders, limit)
+    return Choice(tuple(tuple(sorted(ids)) for ids in snapshot), persist)
 
-    candidates = []
-    for layer, (order, (k_snapshot, k_persist)) in enumerate(zip(orders, quota, strict=True)):
-        if order:
-            windows = deal(order, k_persist, -(-len(order) // k_snapshot))
-            keys = last_snapshot[layer]
-            candidates += [(keys[e], turn, layer, e) for turn, e in enumerate(windows)]
+
+def _uncapped(
+    last_snapshot: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    persist: Sequence[Sequence[int]],
+) -> list[set[int]]:
+    """What waited longest, layer by layer, and what is persisted."""
+    snapshot = []
+    for keys, turns, size, ids in zip(last_snapshot, windows, sizes, persist, strict=True):
+        held = set(ids)
+        for expert in sorted(turns, key=keys.__getitem__):
+            if len(held) >= size:
+                break
+            held.add(expert)
+        snapshot.append(held)
+    return snapshot
+
+
+def _keeps_caps(
+    snapshot: Sequence[set[int]],
+    persist: Sequence[Sequence[int]],
+    holders: Sequence[Sequence[int]],
+    limit: Mapping[int, int],
+) -> bool:
+    """Whether `_capped` would choose the same.
+
+    It goes through the same experts and passes over those whose holder is full. Where no holder
+    that got one besides the persisted is beyond its cap at the end, none was full before.
+    """
+    load: Counter[int] = Counter()
+    chosen: set[int] = set()
+    for row, held, ids in zip(holders, snapshot, persist, strict=True):
+        load.update(map(row.__getitem__, held))
+        chosen.update(map(row.__getitem__, held.difference(ids)))
+    return all(load[holder] <= limit[holder] for holder in chosen)
+
+
+def _capped(
+    last_snapshot: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    persist: Sequence[Sequence[int]],
+    holders: Sequence[Sequence[int]],
+    limit: Mapping[int, int],
+) -> list[set[int]]:
+    """What waited longest over all layers, as far as holders have room; then what is lacking."""
     snapshot = [set(ids) for ids in persist]
     load = Counter(holders[layer][e] for layer, ids in enumerate(persist) for e in ids)
-    limit = caps(holders, policy)
+    candidates = [
+        (last_snapshot[layer][expert], turn, layer, expert)
+        for layer, turns in enumerate(windows)
+        for turn, expert in enumerate(turns)
+    ]
     left = []
     for _, _, layer, expert in sorted(candidates):
-        if len(snapshot[layer]) < quota[layer][0] and expert not in snapshot[layer]:
+        if len(snapshot[layer]) < sizes[layer] and expert not in snapshot[layer]:
             holder = holders[layer][expert]
             if load[holder] < limit[holder]:
                 load[holder] += 1
@@ -222,9 +290,9 @@ def choose(
             else:
                 left.append((layer, expert))
     for layer, expert in left:
-        if len(snapshot[layer]) < quota[layer][0]:
+        if len(snapshot[layer]) < sizes[layer]:
             snapshot[layer].add(expert)
-    return Choice(tuple(tuple(sorted(ids)) for ids in snapshot), persist)
+    return snapshot
 
 
 def _stamp(
