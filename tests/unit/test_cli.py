@@ -27,7 +27,7 @@ from moc.persist.survey import survey
 from moc.persist.verify import verify
 from moc.store import LocalStore, open_store
 
-VERBS = ("demo", "ls", "show", "verify", "report", "prune", "clean", "doctor")
+VERBS = ("demo", "ls", "show", "verify", "report", "prune", "clean", "bench", "doctor")
 
 
 class Router(nn.Module):

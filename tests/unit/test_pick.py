@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.choose.pick import Choice, ChooseState, caps, choose, deal, pick, rotation
+from moc.choose.pick import Choice, ChooseState, _capped, caps, choose, deal, pick, rotation
 from moc.choose.policy import Policy
 
 
@@ -343,3 +343,21 @@ def test_k_is_clipped_per_layer() -> None:
 def test_a_dense_model_has_no_experts() -> None:
     assert choose((), (), (), policy(1, 1)) == Choice((), ())
     assert caps([], policy(1, 1)) == {}
+
+
+@given(st.data())
+def test_layer_by_layer_is_the_walk_over_all_layers(data: st.DataObject) -> None:
+    """The short way is taken where no cap binds, and gives what the long way gives."""
+    experts = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
+    rows = [data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in experts]
+    steps = [data.draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n)) for n in experts]
+    k_snapshot = data.draw(st.integers(1, 8))
+    rule = policy(k_snapshot, data.draw(st.integers(1, k_snapshot)))
+    choice = choose(steps, steps, rows, rule)
+    orders, sizes = [], []
+    for layer, row in enumerate(rows):
+        k, block = rule.experts_per_save(len(row))
+        orders.append(deal(rotation(row, block * layer), block, -(-len(row) // k)))
+        sizes.append(k)
+    walked = _capped(steps, orders, sizes, choice.persist, rows, caps(rows, rule))
+    assert choice.snapshot == tuple(tuple(sorted(ids)) for ids in walked)

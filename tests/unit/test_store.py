@@ -19,7 +19,7 @@ import pytest
 import moc.store.local
 from moc.core.faults import FaultScript
 from moc.errors import ConfigError, KeyExists, KeyMissing, StoreError
-from moc.store import LocalStore, Store, open_store
+from moc.store import LocalStore, Store, local, open_store
 from moc.store.memory import MemoryStore
 from moc.store.remote import FsspecStore
 from moc.store.s3 import S3Store
@@ -221,6 +221,29 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
     store = LocalStore(tmp_path)
     assert store.put_new("key", [b"0123456789", memoryview(b"ab")]) == 12
     assert store.get("key") == b"0123456789ab"
+
+
+@pytest.mark.parametrize("answer", [0, -1])
+def test_the_disk_begins_before_the_last_byte_and_fsync_decides(tmp_path, monkeypatch, answer):
+    block = local._WRITE_OUT_BYTES
+    calls: list[tuple[int, int]] = []
+
+    class Libc:
+        @staticmethod
+        def sync_file_range(_fd: int, start: object, nbytes: object, flags: int) -> int:
+            assert flags == 2  # begin, and neither wait nor take errors that fsync reports
+            calls.append((start.value, nbytes.value))  # type: ignore[attr-defined]
+            return answer
+
+    monkeypatch.setattr(local, "_libc", Libc)
+    store = LocalStore(tmp_path)
+    data = bytes(range(256)) * (2 * block // 256 + 1)
+    assert store.put_new("key", [b"head", data, b"tail"]) == len(data) + 8
+    assert store.get("key") == b"head" + data + b"tail"
+    assert calls == [(0, block + 4), (block + 4, block)]
+    monkeypatch.setattr(local, "_libc", object())  # a C library without the call
+    store.put_new("other", [data])
+    assert store.get("other") == data
 
 
 def test_short_reads_are_completed(tmp_path, monkeypatch):

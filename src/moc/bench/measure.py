@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 
 from moc.bench import peers
-from moc.bench.limits import Mapping, write_synced
+from moc.bench.limits import Mapping, write_streamed, write_synced
 from moc.bench.ours import Ours
 from moc.bench.state import Shape, State
 from moc.errors import ConfigError
@@ -30,6 +30,7 @@ MEASURES = {
     "stall": "moc: stall of a step, overlapped",
     "dcp_async_blocked": "dcp.async_save: blocked",
     "write": "one write + fsync",
+    "write_streamed": "the same, written out early",
     "persist": "moc: snapshot done to committed",
     "torch_save": "torch.save + fsync: blocked",
     "dcp_save": "dcp.save: blocked",
@@ -38,7 +39,16 @@ MEASURES = {
 """What is measured, by name in the results: a line for people."""
 
 _FEWEST_FOR_MEMORY = 5  # state, mapping, three buffers
-_STEPS = ("ours", "write", "memcpy", "stall", "torch_save", "dcp_save", "dcp_async")
+_STEPS = (
+    "ours",
+    "write",
+    "write_streamed",
+    "memcpy",
+    "stall",
+    "torch_save",
+    "dcp_save",
+    "dcp_async",
+)
 _OVERLAP = 3.0  # forward and backward in memcpys: long enough for the copy to end
 
 
@@ -192,6 +202,9 @@ class _Bench:
             case "write":
                 memory = self._mapping.memory
                 self._timed(name, lambda path: write_synced(path, memory))
+            case "write_streamed":
+                memory = self._mapping.memory
+                self._timed(name, lambda path: write_streamed(path, memory))
             case "torch_save":
                 self._timed(name, lambda path: peers.torch_save(self.state.dicts(), path))
             case "dcp_save":

@@ -23,6 +23,10 @@ __all__ = ["add_arguments", "run"]
 _RATIOS = {
     "snapshot_to_memcpy": ("snapshot", "memcpy", "snapshot, share of the speed of memcpy"),
     "persist_to_write": ("persist", "write", "persist, share of the speed of write + fsync"),
+    "persist_to_write_streamed": (
+        *("persist", "write_streamed"),
+        "persist, share of the speed of the same written out early",
+    ),
 }
 _MB = 1_000_000
 
