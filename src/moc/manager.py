@@ -46,6 +46,7 @@ from moc.state.describe import describe
 from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
 from moc.state.extras import Extras
 from moc.state.live import LiveState, unwrap
+from moc.state.masters import Masters
 from moc.state.routers import TokenCounter
 from moc.store.base import Store
 
@@ -78,6 +79,10 @@ class CheckpointManager:
             a node, by default.
         experts: ``"auto"`` (known layouts), `ExpertRule` list, or None for a dense model.
         router: where routers are, for counting tokens; see `moc.state.routers`.
+        masters: the master copies that a mixed-precision wrapper keeps and ``optimizer`` steps in
+            the place of 16-bit parameters: ``{parameter or its name: tensor}``, or pairs. Each is
+            saved beside its parameter, restored in place, and becomes the weight where only
+            weights are restored. See ``docs/masters.md``.
         exclude_frozen: leave out parameters that do not require gradients when the manager is made
             (alike on all ranks). A restore then needs their values to be there already, and
             leaves them alone; a manager without it refuses such a checkpoint and names them.
@@ -110,6 +115,7 @@ class CheckpointManager:
         memory_bytes: int | None = None,
         experts: str | Sequence[ExpertRule] | None = "auto",
         router: Mapping[str, str] | str | None = None,
+        masters: Masters | None = None,
         exclude_frozen: bool = False,
         preempt_signals: Sequence[int] = (),
         fresh: bool = False,
@@ -151,11 +157,18 @@ class CheckpointManager:
             store = store_of(directory)
             check_model(model)
             optimizers = optimizers_of(optimizer)
-            plain = LiveState(model, optimizers)
+            plain = LiveState(model, optimizers, masters=masters)
             found = build_expert_map(plain.shapes, experts, topology.ep_rank, topology.ep_size)
             return (
                 store,
-                LiveState(model, optimizers, found, exclude_frozen=exclude_frozen),
+                LiveState(
+                    model,
+                    optimizers,
+                    found,
+                    masters=plain.masters,
+                    exclude_frozen=exclude_frozen,
+                    rank=group.rank,
+                ),
                 Extras({} if extras is None else extras),
                 node_key(memory),
                 check_signals(preempt_signals),

@@ -465,13 +465,22 @@ def test_a27_groups_in_another_order(managers: Managers, zero: bool) -> None:
             assert_equal(now, weights)
 
 
-@pytest.mark.parametrize("world", [4, 2, 1])
-def test_a28_moments_come_from_the_file(managers: Managers, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "in_buckets"), [(4, False), (2, False), (1, False), (2, True)], ids=str
+)
+def test_a28_moments_come_from_the_file(
+    managers: Managers, world: int, in_buckets: bool
+) -> None:
     """From partitioned optimizers, into such that never stepped, on other numbers of ranks."""
 
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = dense(seed)
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        return model, ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=in_buckets,
+            lr=0.01,
+        )
 
     def save() -> list[float]:
         model, optimizer = build(0)

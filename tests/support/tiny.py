@@ -124,7 +124,8 @@ def state_of(model: nn.Module, optimizers: Any = ()) -> dict[str, Tensor]:
     for optimizer in several:
         for param, entry in optimizer.state.items():
             for key, value in entry.items():
-                values[f"{names[id(param)]}/{key}"] = torch.as_tensor(value).clone()
+                if value is not None:
+                    values[f"{names[id(param)]}/{key}"] = torch.as_tensor(value).clone()
     return values
 
 

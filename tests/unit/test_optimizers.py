@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.job import assert_equal
+from tests.support.any_model import ScheduleFree
+from tests.support.job import assert_equal, same_bytes
 from tests.support.tiny import (
     EXPERTS,
     Managers,
@@ -18,6 +20,7 @@ from tests.support.tiny import (
     state_of,
     stored,
     train,
+    whole,
 )
 from torch import Tensor, nn
 
@@ -26,6 +29,10 @@ from moc.errors import MismatchError, RanksDisagree, StateError
 from moc.state.experts import build_expert_map
 from moc.state.live import LiveState
 from moc.testing.ranks import run_ranks
+
+ONE_EACH = moc.Policy(
+    snapshot_every=1, persist_every=1, k_snapshot=1, k_persist=1, keep_latest_k=None
+)
 
 
 def test_a_step_that_the_scaler_skipped_is_no_step(managers: Managers) -> None:
@@ -99,6 +106,236 @@ def test_the_largest_moment_is_cut_by_expert(managers: Managers, stacked: bool) 
     found = [name for name in stored(managers.run, 1) if "|max_exp_avg_sq|" in name]
     of_experts = [name for name in found if "experts" in name]
     assert len(of_experts) == EXPERTS * (1 if stacked else 2)
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "schedule-free": ScheduleFree,
+}
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_full_save_is_exact(managers: Managers, kind: str, stacked: bool) -> None:
+    """State, group options and the next steps, of an optimizer that has never stepped."""
+    model = moe(stacked=stacked)
+    optimizer = KINDS[kind](model.parameters())
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2, 3])
+    again = moe(1, stacked=stacked)
+    fresh = KINDS[kind](again.parameters())
+    managers(again, fresh).restore()
+    for step in (4, 5, 6):
+        assert_equal(state_of(again, fresh), state_of(model, optimizer))
+        assert options_of(fresh) == options_of(optimizer)
+        assert train(again, fresh, step) == train(model, optimizer, step)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "modules"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_partial_save_is_exact(managers: Managers, kind: str, stacked: bool) -> None:
+    """All that an expert has is of one step; the rest, and state across experts, of the newest."""
+    model = moe(stacked=stacked)
+    optimizer = KINDS[kind](model.parameters())
+    states = {}
+    with managers(model, optimizer, policy=ONE_EACH) as manager:
+        for step in (1, 2, 3, 4):
+            run_steps(manager, model, optimizer, [step], after=lambda _: manager.wait())
+            states[step] = state_of(model, optimizer)
+    again = moe(1, stacked=stacked)
+    fresh = KINDS[kind](again.parameters())
+    elsewhere = managers.memory_dir / "another"
+    managers(again, fresh, policy=ONE_EACH, memory_dir=elsewhere).restore(3)
+    now = state_of(again, fresh)
+    found, seen = set(), set()
+    for expert in range(EXPERTS):
+        mine = of_expert(now, expert, stacked)
+        # Adam's moments of rows are fitted to the step that all rows share.
+        fitted = kind == "AMSGrad" and stacked
+        names = [name for name in mine if not (fitted and "/" in name)]
+        then = {step: of_expert(states[step], expert, stacked) for step in (1, 2, 3)}
+        steps = [s for s in then if all(same_bytes(then[s][n], mine[n]) for n in names)]
+        assert len(steps) == 1, (expert, steps)
+        found.add(steps[0])
+        seen |= {name.split("[")[0] for name in mine}
+    assert len(found) > 1
+    rest = [name for name in now if name not in seen]
+    assert_equal({n: now[n] for n in rest}, {n: states[3][n] for n in rest})
+
+
+def of_expert(state: dict[str, Tensor], expert: int, stacked: bool) -> dict[str, Tensor]:
+    """What belongs to one expert: its module's values, or its rows where there are rows."""
+    if not stacked:
+        return {n: v for n, v in state.items() if n.startswith(f"1.experts.{expert}.")}
+    return {
+        f"{n}[{expert}]": v[expert]
+        for n, v in state.items()
+        if n.startswith("1.experts.w1") and v.dim()
+    }
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["one run", "resumed"])
+def test_state_that_appears_after_a_save_is_persisted_for_all(
+    managers: Managers, resumed: bool
+) -> None:
+    """No expert is left at a version without moments beside others that have some."""
+    model = moe()
+    optimizer = adamw(model)
+    with managers(model, optimizer, policy=ONE_EACH) as manager:
+        manager.save(0)
+        manager.wait()
+        if not resumed:
+            run_steps(manager, model, optimizer, [1])
+    if resumed:
+        with managers(model, optimizer, policy=ONE_EACH) as manager:
+            manager.restore()
+            run_steps(manager, model, optimizer, [1])
+    then = state_of(model, optimizer)
+    again = moe(1)
+    fresh = adamw(again)
+    elsewhere = managers.memory_dir / "another"
+    report = managers(again, fresh, policy=ONE_EACH, memory_dir=elsewhere).restore()
+    assert report is not None
+    assert report.step == 1
+    assert_equal(state_of(again, fresh), then)
+    assert train(again, fresh, 2) == train(model, optimizer, 2)
+
+
+def test_rows_without_moments_have_zeros_and_it_is_said(managers: Managers) -> None:
+    """In memory alone, an expert's newest version may be from before the first step."""
+    policy = moc.Policy(snapshot_every=1, persist_every=None, k_snapshot=1, k_persist=1)
+    model = moe()
+    optimizer = adamw(model)
+    manager = managers(model, optimizer, policy=policy)
+    with manager:
+        for step in range(EXPERTS):  # one expert each
+            manager.save(step)
+        run_steps(manager, model, optimizer, [EXPERTS])
+    events: list[moc.Event] = []
+    again = moe(1)
+    fresh = adamw(again)
+    report = managers(again, fresh, policy=policy, on_event=events.append).restore()
+    assert report is not None
+    assert report.step == EXPERTS
+    moment = fresh.state[again[1].experts.w1]["exp_avg"]
+    have = [bool(row.any()) for row in moment]
+    assert moment.shape == (EXPERTS, 6, 6)
+    assert sum(have) == 1
+    assert any("had no exp_avg yet" in str(event) for event in events)
+    row = have.index(True)
+    assert same_bytes(moment[row], optimizer.state[model[1].experts.w1]["exp_avg"][row])
+    train(again, fresh, EXPERTS + 1)
+
+
+class Biased(nn.Module):
+    """Stacked biases: Adafactor keeps one factor over all of them. Rows may be on other ranks."""
+
+    def __init__(self, seed: int, rows: slice = slice(None)) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.experts = nn.Module()
+        self.experts.mlp1_weight = nn.Parameter(torch.randn(EXPERTS, 3, 5)[rows].clone())
+        self.experts.mlp1_bias = nn.Parameter(torch.randn(EXPERTS, 5)[rows].clone())
+        self.rows = rows
+
+    def step(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for param in self.parameters():
+            param.grad = torch.randn(EXPERTS, *param.shape[1:], generator=generator)[self.rows]
+        optimizer.step()
+
+
+def test_factors_over_experts_are_dense_and_listed(managers: Managers) -> None:
+    model = Biased(0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with managers(model, optimizer) as manager:
+        model.step(optimizer, 1)
+        manager.step(1)
+        manager.wait()
+        told = manager.describe().splitlines()[-1]
+        pieces = stored(managers.run, 1)
+    assert told == (
+        "optimizer state of experts that is dense all the same (1): experts.mlp1_bias (col_var)"
+    )
+    count = {
+        part: sum(name.startswith(f"experts.{part}|") for name in pieces)
+        for part in ("mlp1_weight|row_var", "mlp1_weight|col_var", "mlp1_bias|row_var")
+    }
+    assert set(count.values()) == {EXPERTS}
+    assert [n for n in pieces if "mlp1_bias|col_var" in n] == ["experts.mlp1_bias|col_var|0,0:1,5"]
+
+
+@pytest.mark.dist
+def test_factors_over_the_experts_of_a_rank_are_its_own(managers: Managers) -> None:
+    """Ranks with other experts have other factors, also where they appear after the first save."""
+
+    def build(seed: int) -> tuple[Biased, torch.optim.Optimizer, moc.Layout]:
+        rank = dist.get_rank()
+        alone = [dist.new_group([r]) for r in range(2)]
+        model = Biased(seed, slice(2 * rank, 2 * rank + 2))
+        layout = moc.Layout.from_groups(ep=dist.group.WORLD, edp=alone[rank])
+        return model, torch.optim.Adafactor(model.parameters()), layout
+
+    def save() -> dict[str, Tensor]:
+        model, optimizer, layout = build(0)
+        with managers(model, optimizer, layout=layout) as manager:
+            manager.save(0)
+            for number in (1, 2):
+                model.step(optimizer, number)
+                manager.step(number)
+        model.step(optimizer, 3)
+        return state_of(model, optimizer)
+
+    def load() -> dict[str, Tensor]:
+        model, optimizer, layout = build(1)
+        manager = managers(model, optimizer, layout=layout)
+        assert manager.restore() is not None
+        managers.vanish(manager)
+        model.step(optimizer, 3)
+        return state_of(model, optimizer)
+
+    then = run_ranks(save, 2)
+    assert not same_bytes(*(state["experts.mlp1_bias/col_var"] for state in then))
+    for found, expected in zip(run_ranks(load, 2), then, strict=True):
+        assert_equal(found, expected)
+
+
+def test_trained_complex_parameters(managers: Managers) -> None:
+    """complex64 has a name in the format, and so have its moments."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Module()
+        model.wave = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64).t())
+        return model, torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        (model.wave * (number + 1j)).abs().square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build(0)
+    with managers(model, optimizer) as manager:
+        for number in (1, 2):
+            step(model, optimizer, number)
+            manager.step(number)
+            manager.wait()
+    pieces = stored(managers.run, 2)
+    assert pieces["wave|exp_avg|0,0:3,4"].dtype == torch.complex64
+    assert_equal({"w": whole(pieces, "wave")}, {"w": model.wave.detach()})
+    again, fresh = build(1)
+    managers(again, fresh).restore()
+    for number in (3, 4):
+        assert_equal(state_of(again, fresh), state_of(model, optimizer))
+        step(again, fresh, number)
+        step(model, optimizer, number)
 
 
 def test_other_groups_are_refused_with_both_lists(managers: Managers) -> None:

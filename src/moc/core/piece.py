@@ -6,6 +6,8 @@ the tensor nor the module a usable unit; a region of one logical tensor is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from moc.core.box import Box
@@ -14,11 +16,13 @@ from moc.core.dtypes import ITEM_BYTES
 __all__ = [
     "DENSE",
     "EXTRA",
+    "MASTER",
     "MAX_PIECE_BYTES",
     "STEP_OF_EXPERT",
     "WEIGHT",
     "Piece",
     "PieceRecord",
+    "parts_of_all",
     "value_box",
 ]
 
@@ -27,6 +31,9 @@ DENSE = -1
 
 WEIGHT = "weight"
 """Part name of parameters and buffers; optimizer state parts carry the optimizer's own names."""
+
+MASTER = "master"
+"""Part name of the master copy that an optimizer steps in a parameter's place."""
 
 EXTRA = "extra"
 """Part name of per-rank extras: scheduler, loader, RNG, as one encoded U8 piece."""
@@ -43,7 +50,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     Attributes:
         fqn: dotted name in the unwrapped model; a per-module expert carries its *global* id.
-        part: ``weight``, or the optimizer's name for a state (``exp_avg``, ``exp_avg_sq``, ...).
+        part: ``weight``, ``master``, or the optimizer's name for a state (``exp_avg``,
+            ``exp_avg_sq``, ...).
         box: region in the global tensor.
         dtype: safetensors dtype name.
         layer: MoE layer number (0-based, in model order), -1 for dense pieces.
@@ -94,6 +102,19 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
     def with_box(self, box: Box) -> Piece:
         """The same logical tensor, another region."""
         return msgspec.structs.replace(self, box=box)
+
+
+def parts_of_all(pieces: Iterable[Piece]) -> frozenset[tuple[str, str]]:
+    """(fqn, part) of what every expert of a stacked tensor has; optimizer state comes later."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for piece in pieces:
+        if piece.is_expert:
+            found.setdefault((piece.fqn, piece.part), set()).add(piece.expert)
+    return frozenset(
+        (fqn, part)
+        for (fqn, part), experts in found.items()
+        if len(experts) > 1 and experts == found.get((fqn, WEIGHT))
+    )
 
 
 def value_box(box: Box, logical: str) -> Box:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box, bounding_shape, uncovered
 from moc.core.digest import digest_bytes
-from moc.core.piece import EXTRA, STEP_OF_EXPERT, WEIGHT
+from moc.core.piece import EXTRA, MASTER, STEP_OF_EXPERT, WEIGHT
 from moc.engine.report import SOURCES
 from moc.engine.session import Session
 from moc.engine.structure import EXTRAS, OPTIMIZER_GROUPS, large_extra
@@ -32,7 +32,7 @@ __all__ = ["Bad", "Loader", "Wanted", "once_per_file"]
 _PORTION_BYTES = 8 << 20
 _SHOWN = 8
 _MODEL_PARTS = (WEIGHT, BUFFER)
-_NAMED_PARTS = (*_MODEL_PARTS, REGISTERED, SUMMED)
+_NAMED_PARTS = (*_MODEL_PARTS, MASTER, REGISTERED, SUMMED)
 
 Bad = list[tuple[tuple[int, str, int], str]]
 """Places whose bytes were bad or gone, with a line about each."""
@@ -79,6 +79,7 @@ class Loader:
         ]
         self._table = _by_tensor(self._fetches)
         self.casts: list[tuple[str, str, str]] = []
+        self.is_other_kind = False  # dtypes differ, or which parameters have masters
         self.nbytes = {c: dict.fromkeys(SOURCES, 0) for c in ("dense", "experts")}
         self.entries = 0
 
@@ -90,7 +91,7 @@ class Loader:
         """
         regions = list(self._session.live.model_regions())
         if not self._wanted.weights_only:
-            regions += self._session.live.registered()
+            regions += [*self._session.live.master_regions(), *self._session.live.registered()]
         missing: list[str] = []
         casts: list[tuple[str, str, str]] = []
         differing = self._other_layers()
@@ -112,12 +113,16 @@ class Loader:
                 )
             elif uncovered(region.value_box, entry.boxes):
                 missing.append(f"{label}: parts of it")
+                if region.part == MASTER:
+                    continue  # it becomes the weight
             casts += [(other, dtype, label) for other in others]
             self._targets.setdefault((region.fqn, region.part), []).append(
                 _Target(region, _nothing)
             )
         here = {key for key in self._table if key in self._targets}
-        here |= {(name, WEIGHT) for name in self._session.live.frozen}  # left alone
+        here |= {
+            (n, part) for n in self._session.live.frozen for part in (WEIGHT, MASTER)
+        }  # left alone
         told = gather_values(
             self._session.group,
             (missing, differing, sorted(here), casts),
@@ -126,9 +131,13 @@ class Loader:
         known = {key for _, _, keys, _ in told for key in keys}
         self.casts = sorted({cast for *_, casts in told for cast in casts})
         names = {fqn for fqn, part in self._table if part in _NAMED_PARTS}
-        unexpected = sorted(names - {fqn for fqn, _ in known})
+        fqns = {fqn for fqn, _ in known}
+        masters = {fqn for fqn, part in self._table if part == MASTER and (fqn, part) not in known}
+        unexpected = sorted({*(names - fqns), *(f"{n} ({MASTER})" for n in masters & fqns)})
         all_missing = sorted({text for texts, *_ in told for text in texts})
         all_differing = sorted({text for _, texts, *_ in told for text in texts})
+        with_masters = any(f"({MASTER})" in text for text in (*all_missing, *unexpected))
+        self.is_other_kind = bool(self.casts) or with_masters
         if all_differing or (self._wanted.strict and (all_missing or unexpected)):
             raise MismatchError(
                 _tell_mismatch(self._plan, all_missing, unexpected, all_differing),
@@ -209,6 +218,7 @@ class Loader:
         session = self._session
         if self.casts and session.rank == 0:
             session.note("warning", self._plan.version.step, text=_tell_casts(self.casts))
+        self._follow_weights()
         if self._wanted.weights_only:
             return
         for targets in self._targets.values():
@@ -244,6 +254,14 @@ class Loader:
                 group_orders=orders,
             )
 
+    def _follow_weights(self) -> None:
+        """A master that was not read becomes its weight, or the next step would undo that."""
+        for region in self._session.live.master_regions():
+            weights = self._targets.get((region.fqn, WEIGHT))
+            if weights and (region.fqn, MASTER) not in self._targets:
+                with torch.no_grad():
+                    region.live().copy_(weights[0].region.live())
+
     def _adopt_optimizer_state(self) -> None:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for (fqn, part), entry in self._table.items():
@@ -258,7 +276,9 @@ class Loader:
         self.entries = 0
         for owned in live.owned():
             name = live.global_name(owned.fqn)
-            for region, finish in live.adopt(owned, parts.get(name, {})):
+            wanted = self._for_all_rows(owned, parts.get(name, {}))
+            for region, finish in live.adopt(owned, wanted):
+                self._clear_gaps(region)
                 self._targets[region.fqn, region.part] = [_Target(region, finish)]
                 self.entries += 1
             if (name, STEP_OF_EXPERT) in self._table and owned.entry is not None:
@@ -279,13 +299,36 @@ class Loader:
                     )
                 ]
 
+    def _for_all_rows(
+        self, owned: OwnedParam, parts: dict[str, tuple[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Shapes with all experts, though some versions be from before the state appeared."""
+        live, entry = self._session.live, owned.entry
+        if entry is None or not entry.stacked:
+            return parts
+        name, experts = live.global_name(owned.fqn), live.experts.experts[entry.layer]
+        return {
+            part: (dtype, (experts, *shape[1:]) if self._table[name, part].is_expert else shape)
+            for part, (dtype, shape) in parts.items()
+        }
+
+    def _clear_gaps(self, region: Region) -> None:
+        if not uncovered(region.value_box, self._table[region.fqn, region.part].boxes):
+            return
+        region.live().zero_()
+        text = f"some experts of {region.fqn} had no {region.part} yet when saved: it is zero"
+        self._session.note("warning", self._plan.version.step, text=text)
+
     def _changed_dtypes(self) -> dict[str, dict[str, str]]:
-        """By parameter, what its dtype was and is: optimizer state of its dtype goes with it."""
+        """By parameter, what the dtype of what is stepped was and is: its state goes with it."""
         changed: dict[str, dict[str, str]] = {}
+        masters = {r.fqn: r for r in self._session.live.master_regions()}
         for (fqn, part), targets in self._targets.items():
             if part == WEIGHT:
-                now = targets[0].region.logical or targets[0].region.dtype
-                changed[fqn] = {then: now for then in self._table[fqn, part].dtypes if then != now}
+                region = masters.get(fqn, targets[0].region)
+                now = region.logical or region.dtype
+                then = self._table.get((fqn, MASTER)) or self._table[fqn, WEIGHT]
+                changed[fqn] = {old: now for old in then.dtypes if old != now}
         return changed
 
     def _is_wanted(self, fetch: Fetch) -> bool:
@@ -394,6 +437,7 @@ class _Logical(msgspec.Struct):
     dtypes: set[str]
     boxes: list[Box]
     shape: tuple[int, ...] = ()
+    is_expert: bool = False
 
 
 def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
@@ -403,6 +447,7 @@ def _by_tensor(fetches: Sequence[Fetch]) -> dict[tuple[str, str], _Logical]:
         entry = table.setdefault((piece.fqn, piece.part), _Logical(set(), []))
         entry.dtypes.add(piece.logical or piece.dtype)
         entry.boxes.append(piece.value_box)
+        entry.is_expert = piece.is_expert
     for entry in table.values():
         entry.shape = bounding_shape(entry.boxes)
     return table

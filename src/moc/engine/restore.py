@@ -14,6 +14,7 @@ import msgspec
 
 from moc import knobs
 from moc.comm.group import agree, gather_values
+from moc.core.piece import parts_of_all
 from moc.core.tokens import planned_routed, plt, plt_unique
 from moc.core.versions import AttemptRecord, Timeline
 from moc.engine.inventory import identify, list_memory, read_store, settle_orphans
@@ -93,7 +94,8 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if not wanted.weights_only:
         is_same = not missing and not unexpected
-        _go_on(session, facts.timeline, plan, sources, is_same=is_same, is_cast=bool(loader.casts))
+        is_kind = not loader.is_other_kind
+        _go_on(session, facts.timeline, plan, sources, is_same=is_same, is_kind=is_kind)
     return _report(
         session,
         plan,
@@ -133,14 +135,15 @@ def _go_on(
     sources: dict[str, int],
     *,
     is_same: bool,
-    is_cast: bool,
+    is_kind: bool,
 ) -> None:
     """What was restored becomes what this attempt starts from. Collective."""
-    if is_cast:  # no later step may inherit experts of another dtype from an older one
+    if not is_kind:  # no later step may inherit experts of another dtype, or without masters
         plan = msgspec.structs.replace(plan, base=None, base_versions=[])
     if is_same:
         session.model_id = session.run_model  # but for how ranks share it
     session.base, session.base_versions = plan.base, plan.base_versions
+    session.base_parts = parts_of_all(f.piece for f in plan.fetches)
     session.lost, session.restored = plan.lost, plan.version
     session.routed = plan.head.routed
     if not session.is_foreign:

@@ -73,6 +73,7 @@ class Saver:
         self._state = ChooseState.fresh(session.experts_per_layer)
         self._pending: dict[int, Choice] = {}
         self._newest = -1
+        self._grown = -1  # newest save before which experts had less state than after
         self._owed = False  # whether the newest save should have been persisted, and is not marked
         self._decided = -1  # newest marked step whose fate all ranks learned together, in `wait`
         self._last_persisted: tuple[tuple[int, ...], ...] = ()
@@ -359,8 +360,20 @@ class Saver:
             self._exchange.read(counted)
             if not ticket.unchanged or not all(gather_values(session.group, is_planned, bool)):
                 structure = self._restructure()
+                self._note_growth(step, structure)
         assert structure is not None
         return structure, counted
+
+    def _note_growth(self, step: int, structure: Structure) -> None:
+        """Rows without state that other rows have cannot be restored: all are saved anew, once.
+
+        A stacked tensor gets its state for all experts at once, so versions from before it had
+        any are not mixed with later ones.
+        """
+        session = self._session
+        if session.base_parts is not None and not structure.expert_parts <= session.base_parts:
+            session.base, self._grown = None, step
+        session.base_parts = structure.expert_parts
 
     def _hear_of(self, step: int, deadline: float) -> str:
         """Listen until this rank is done with a step, for one round at most; what went wrong."""
@@ -417,8 +430,9 @@ class Saver:
         # Also a commit that was given up already: retention has taken the one before it.
         newest = Version(committed, session.attempt)
         if committed >= 0 and (session.base is None or newest > session.base):
-            session.base = newest
             fate.committed = max(fate.committed, committed)
+            if committed >= self._grown:
+                session.base = newest
 
     def _restructure(self) -> Structure:
         session = self._session

@@ -50,6 +50,7 @@ class Session:
         resumed_step: step that this attempt resumed from.
         base: newest committed version on the timeline, None where there is none.
         base_versions: its experts' versions, [layer][expert]; empty without a base.
+        base_parts: see `parts_of_all`; of what is inherited from. None before there is any.
         lost: tokens that the live state has lost, [layer][expert].
         restored: version that was restored, None for a fresh start.
         unsound: keys of data files in which the restore found bad bytes.
@@ -76,6 +77,7 @@ class Session:
     resumed_step: int = 0
     base: Version | None = None
     base_versions: list[list[Version]] = field(default_factory=list)
+    base_parts: frozenset[tuple[str, str]] | None = None
     lost: Totals = field(default_factory=list)
     restored: Version | None = None
     unsound: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from moc.choose.retention import BufferFacts, victim
 from moc.choose.ticket import HELD, Closing, Decision
 from moc.core.digest import digest_bytes
 from moc.core.manifest import CommitHead, Seal, step_dir
-from moc.core.piece import WEIGHT, PieceRecord
+from moc.core.piece import MASTER, WEIGHT, PieceRecord
 from moc.core.safetensors import lay_out, make_header
 from moc.core.versions import Version
 from moc.engine.handover import Handover
@@ -34,7 +34,12 @@ from moc.state.tensors import over, tensor_bytes
 __all__ = ["Snapshots"]
 
 _LOCK_POLL_SECS = 0.001
-_TRIED = (WEIGHT, REGISTERED, SUMMED)  # forward code reaches them; no one but Adam its moments
+_TRIED = (
+    WEIGHT,
+    MASTER,
+    REGISTERED,
+    SUMMED,
+)  # forward code reaches them; no one but Adam its moments
 _MARGIN_SECS = 5.0  # so that the deadline of what is awaited, which says more, comes first
 
 

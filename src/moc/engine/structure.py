@@ -14,7 +14,7 @@ import msgspec
 from moc.comm.group import agree, gather_values
 from moc.core.box import Box
 from moc.core.digest import digest_bytes
-from moc.core.piece import DENSE, EXTRA, MAX_PIECE_BYTES, WEIGHT, Piece
+from moc.core.piece import DENSE, EXTRA, MASTER, MAX_PIECE_BYTES, WEIGHT, Piece, parts_of_all
 from moc.core.safetensors import in_file_order, make_header
 from moc.engine.session import Session
 from moc.errors import LayoutError, SaveError
@@ -86,6 +86,7 @@ class Structure:
         memory_free: what the memory tier has, for people.
         is_private: buffers are private memory, as the tmpfs is too small.
         node_bytes: of all buffers of the ranks of this node.
+        expert_parts: see `parts_of_all`.
     """
 
     plan: RankPlan
@@ -102,6 +103,7 @@ class Structure:
     memory_free: str
     is_private: bool
     node_bytes: int = 0
+    expert_parts: frozenset[tuple[str, str]] = frozenset()
 
 
 def agree_on_structure(
@@ -136,7 +138,12 @@ def agree_on_structure(
     )
     sizes = gather_values(session.group, structure.buffers * structure.buffer_bytes, int)
     here = sum(n for n, node in zip(sizes, session.nodes, strict=True) if node == session.node)
-    return replace(structure, frozen=tuple(sorted(frozen)), node_bytes=here)
+    return replace(
+        structure,
+        frozen=tuple(sorted(frozen)),
+        node_bytes=here,
+        expert_parts=parts_of_all(piece for pieces in catalogues for piece in pieces),
+    )
 
 
 def capture_extras(session: Session, room: int) -> list[tuple[Piece, memoryview]]:
@@ -309,7 +316,9 @@ def _compare_replicas(told: Sequence[Sequence[tuple[Piece, str]]]) -> Iterator[t
                     "register(scope='per_rank') or 'sum' if it should"
                 )
             group = "edp (or ep)" if piece.is_expert else "dp"
-            what = "parameter" if piece.part == WEIGHT else f"optimizer state {piece.part} of"
+            what = {WEIGHT: "parameter", MASTER: "master of"}.get(
+                piece.part, f"optimizer state {piece.part} of"
+            )
             raise LayoutError(
                 f"{what} {piece.fqn} differs between ranks {other} and {rank}, which the layout "
                 f"says are replicas; is the {group} group right, and are replicas in step?"

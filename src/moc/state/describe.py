@@ -32,6 +32,7 @@ def describe(live: LiveState) -> str:
             "optimizer state of experts that is dense all the same",
             [f"{name} ({', '.join(parts)})" for name, parts in sorted(uncut.items())],
         ),
+        ("parameters whose master copy is saved", list(map(live.global_name, live.masters))),
         ("parameters left out as frozen", live.frozen),
         ("buffers left out (not persistent, outside MoE layers)", live.left_out),
     ]

@@ -17,10 +17,19 @@ from torch import Tensor, nn
 from moc.core.box import Box
 from moc.core.digest import digest_plan
 from moc.core.dtypes import ITEM_BYTES
-from moc.core.piece import DENSE, MAX_PIECE_BYTES, STEP_OF_EXPERT, WEIGHT, Piece, value_box
+from moc.core.piece import (
+    DENSE,
+    MASTER,
+    MAX_PIECE_BYTES,
+    STEP_OF_EXPERT,
+    WEIGHT,
+    Piece,
+    value_box,
+)
 from moc.errors import ConfigError, StateError
 from moc.state.experts import ExpertMap, ExpertParam
-from moc.state.tensors import as_bytes, dtype_names, torch_dtype
+from moc.state.masters import Masters, resolve_masters
+from moc.state.tensors import as_bytes, can_add, dtype_names, is_expanded, torch_dtype
 
 __all__ = [
     "BUFFER",
@@ -45,6 +54,9 @@ SUMMED = "registered_sum"
 """The same, where every rank holds a part of a sum."""
 
 _SCOPES = {"replicated": REGISTERED, "per_rank": REGISTERED, "sum": SUMMED}
+
+_NAMED = (WEIGHT, MASTER, BUFFER, *_SCOPES.values())
+"""Parts of other things: optimizer state of such a name is saved as ``name@tensor``."""
 
 EAGER_BELOW_BYTES = 64 << 10
 """Smaller optimizer state is copied at once: overlapping it gains nothing."""
@@ -138,10 +150,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedParam:
-    """A parameter whose optimizer state lives on this rank."""
+    """A parameter whose optimizer state lives on this rank.
+
+    ``param`` is what the optimizer holds: the parameter, or its master.
+    """
 
     fqn: str
-    param: nn.Parameter
+    param: Tensor
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
     entry: ExpertParam | None
@@ -184,7 +199,9 @@ class LiveState:
         optimizers: Sequence[torch.optim.Optimizer],
         experts: ExpertMap | None = None,
         *,
+        masters: Masters | None = None,
         exclude_frozen: bool = False,
+        rank: int = 0,
     ) -> None:
         """Look at the objects; copy nothing.
 
@@ -192,13 +209,17 @@ class LiveState:
             model: wrapped or not.
             optimizers: in an order that stays the same.
             experts: which parameters are routed experts.
+            masters: see `CheckpointManager`.
             exclude_frozen: leave out parameters that are not trained now. Those of a MoE layer in
                 which some experts are trained and others not stay in, as an expert without any
                 piece could not be told from a lost one.
+            rank: global rank, to which belongs what no other rank has and no expert either.
 
         Raises:
-            ConfigError: an optimizer holds a parameter that the model has not.
+            ConfigError: an optimizer holds a parameter that the model has not, or ``masters`` does
+                not fit.
         """
+        self.rank = rank
         self.model = unwrap(model)
         self.optimizers = list(optimizers)
         self.inner = [inner_optimizer(o) for o in optimizers]
@@ -207,7 +228,9 @@ class LiveState:
         """Names of the routers, which may lie outside their MoE layers."""
         self._check_names()
         self.params = {_canonical(n): p for n, p in self.model.named_parameters()}
-        self._names = {id(p): n for n, p in self.params.items()}
+        aliases = {_canonical(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        self.masters = resolve_masters(masters, self.params, aliases)
+        self._names = {id(p): n for n, p in (*self.params.items(), *self.masters.items())}
         self._optimized: set[int] = set()
         for optimizer in self.optimizers:
             for index, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
@@ -216,9 +239,16 @@ class LiveState:
                         f"{type(optimizer).__name__} holds a parameter (number {index}, shape "
                         f"{tuple(param.shape)}) that the model has not; was a module replaced "
                         f"after the optimizer was built?{self._untrained_like(param)} Build the "
-                        "optimizer from model.parameters()"
+                        "optimizer from model.parameters(), or give masters={parameter: tensor} "
+                        "if it is a master copy"
                     )
                 self._optimized.add(id(param))
+        for name in self.masters:
+            if id(self.params[name]) in self._optimized:
+                raise ConfigError(
+                    f"masters: an optimizer holds {name} itself, not its master; hand over the "
+                    "optimizer that steps the masters"
+                )
         self._links = _links(self.model)
         self._registered: dict[str, Region] = {}
         self._frozen: dict[str, nn.Parameter] = {}
@@ -232,7 +262,9 @@ class LiveState:
         alike = [
             name
             for name, param in self.params.items()
-            if id(param) not in held and param.requires_grad and param.shape == orphan.shape
+            if held.isdisjoint((id(param), id(self.masters.get(name, param))))
+            and param.requires_grad
+            and param.shape == orphan.shape
         ]
         return f" No optimizer holds {', '.join(alike[:_SHOWN])}, of that shape" if alike else ""
 
@@ -319,7 +351,8 @@ class LiveState:
             stepped: whether an optimizer has stepped; one without state then has none for good.
         """
         for optimizer in self.inner:
-            trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            held = [p for g in optimizer.param_groups for p in g["params"]]
+            trained = [p for p in held if self.params[self._names[id(p)]].requires_grad]
             have = sum(bool(optimizer.state.get(p)) for p in trained)
             if 0 < have < len(trained) or (not have and not stepped):
                 return True
@@ -349,7 +382,7 @@ class LiveState:
                 f"register({name!r}): {type(tensor).__name__} is no plain tensor; give one that is "
                 "dense and has values"
             )
-        if scope == "sum" and not _can_add(tensor.dtype):
+        if scope == "sum" and not can_add(tensor.dtype):
             raise ConfigError(
                 f"register({name!r}): values of {tensor.dtype} cannot be summed; give another scope"
             )
@@ -360,7 +393,7 @@ class LiveState:
         """Tensors outside the model."""
         return list(self._registered.values())
 
-    def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
+    def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """Canonical local names of parameters."""
         return [self._names[id(p)] for p in params]
 
@@ -397,6 +430,7 @@ class LiveState:
                 "is made after they are unfrozen"
             )
         yield from self.model_regions()
+        yield from self.master_regions()
         yield from self.registered()
         self._check_state_keys()
         for owned in self.owned():
@@ -407,23 +441,31 @@ class LiveState:
         for name, param in self.params.items():
             if name in self._frozen:
                 continue
-            overlapped = id(param) in self._optimized
+            # Its wrapper casts a master back after the step, behind the fence.
+            overlapped = id(self.masters.get(name, param)) in self._optimized
             yield self._region(name, WEIGHT, self._entry(name), Always(param), overlapped)
         for name, buffer, saved in self._buffers():
             if saved:
                 yield self._region(name, BUFFER, None, buffer, False)
+
+    def master_regions(self) -> Iterator[Region]:
+        """Masters, each under the name of its parameter."""
+        for name, master in self.masters.items():
+            if name not in self._frozen:
+                overlapped = id(master) in self._optimized
+                yield self._region(name, MASTER, self._entry(name), Always(master), overlapped)
 
     def unfold(self) -> None:
         """Give memory of their own to expanded tensors: values cannot be put into shared memory.
 
         A parameter stays the same object; a buffer that is expanded is another afterwards.
         """
-        for param in self.params.values():
-            if _is_expanded(param):
+        for param in (*self.params.values(), *self.masters.values()):
+            if is_expanded(param):
                 param.data = param.detach().clone(memory_format=torch.contiguous_format)
         for _, buffer, saved in self._buffers():
             now = buffer()
-            if saved and _is_expanded(now):
+            if saved and is_expanded(now):
                 own = now.clone(memory_format=torch.contiguous_format)
                 buffer.module._buffers[buffer.key] = own
 
@@ -482,10 +524,11 @@ class LiveState:
         for part, (dtype, shape) in parts.items():
             key, _, kind = part.partition("@")
             rows, tensor = self._state_target(owned, entry.get(key), dtype, shape, key)
-            if not kind:
+            number = kind in ("bool", "int", "float")
+            if not number:
                 entry[key] = tensor
             region = self._region(owned.fqn, part, rows, Always(tensor), False)
-            finish = _Put(entry, key, tensor, kind) if kind else _nothing
+            finish = _Put(entry, key, tensor, kind) if number else _nothing
             targets.append((region, finish))
         return targets
 
@@ -495,7 +538,7 @@ class LiveState:
         entry, kind = owned.entry, torch_dtype(dtype)
         local = shape
         if entry is not None and entry.stacked:
-            by_row = bool(shape) and shape[0] == self.experts.experts[entry.layer]
+            by_row = bool(shape) and shape[0] == self._count(entry)
             local = (entry.count, *shape[1:]) if by_row else shape
             entry = entry if by_row else None
         if isinstance(now, Tensor) and tuple(now.shape) == local and now.dtype == kind:
@@ -558,7 +601,12 @@ class LiveState:
         stacked = entry is not None and entry.stacked
         by_row = stacked and value.dim() > 0 and value.shape[0] == entry.count  # type: ignore[union-attr]
         cut = entry if not stacked or same_shape or by_row else None
-        yield self._region(owned.fqn, key, cut, tensor, large)
+        part = f"{key}@tensor" if key in _NAMED else key
+        region = self._region(owned.fqn, part, cut, tensor, large)
+        if cut is None and entry is not None and value.dim() and entry.count < self._count(entry):
+            # Of the experts here all together (Adafactor's factor over them), so of this rank.
+            region = replace(region, rank=self.rank)
+        yield region
         if value.dim() == 0:
             yield from self._step_of_expert(owned, key, tensor)
 
@@ -598,6 +646,9 @@ class LiveState:
             expert=entry.expert if entry is not None else None,
             logical=logical,
         )
+
+    def _count(self, entry: ExpertParam) -> int:
+        return self.experts.experts[entry.layer]
 
     def _entry(self, name: str) -> ExpertParam | None:
         return self.experts.entries.get(name)
@@ -678,11 +729,6 @@ class _Put:
         )
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)
-
-
 def _links(model: nn.Module) -> list[tuple[Mapping[str, Any], str, object]]:
     """(holder, key, what it holds) of every module and parameter: a quick look for a change."""
     return [
@@ -691,16 +737,6 @@ def _links(model: nn.Module) -> list[tuple[Mapping[str, Any], str, object]]:
         for holder in (module._modules, module._parameters)
         for key, value in holder.items()
     ]
-
-
-def _can_add(dtype: torch.dtype) -> bool:
-    if dtype == torch.bool:
-        return False
-    try:
-        torch.zeros(1, dtype=dtype).add_(torch.zeros(1, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _nothing() -> None:

@@ -13,8 +13,10 @@ from moc.errors import StateError
 __all__ = [
     "as_bytes",
     "as_values",
+    "can_add",
     "can_cast",
     "dtype_names",
+    "is_expanded",
     "over",
     "tensor_bytes",
     "torch_dtype",
@@ -87,6 +89,23 @@ def can_cast(source: str, target: str) -> bool:
     except RuntimeError:  # packed types have no conversions
         return False
     return True
+
+
+def can_add(dtype: torch.dtype) -> bool:
+    """Whether values of a dtype can be summed."""
+    if dtype == torch.bool:
+        return False
+    try:
+        torch.zeros(1, dtype=dtype).add_(torch.zeros(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several values share memory, as `torch.Tensor.expand` makes them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
