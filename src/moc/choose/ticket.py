@@ -41,6 +41,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
         abandoned: newest abandoned step, -1 for none; rank 0 knows, others pass None.
         overdue: 1 if a persist is due by time, else 0; rank 0's clock counts, others pass None.
         base_gone: committed step that was found gone from storage, -1 for none.
+        troubled: 1 if failures of this rank are to be raised, else 0.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
     abandoned: int | None = None
     overdue: int | None = None
     base_gone: int = -1
+    troubled: int = 0
 
     def pack(self) -> list[int]:
         """Words for an all-reduce with MIN; a value beside its negative shows disagreement."""
@@ -70,6 +72,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
             -self.base_gone,
             *(*self.held, *(0,) * HELD)[:HELD],
             _NEUTRAL if self.overdue is None else self.overdue,
+            -self.troubled,
         ]
 
 
@@ -86,6 +89,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         abandoned: newest step that the coordinator gave up.
         overdue: whether a persist is due by time.
         base_gone: committed step that some rank found gone from storage.
+        troubled: whether some rank has failures to raise; then all raise them.
     """
 
     differ: tuple[str, ...]
@@ -97,6 +101,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     abandoned: int
     overdue: bool = False
     base_gone: int = -1
+    troubled: bool = False
 
     @classmethod
     def unpack(cls, words: Sequence[int]) -> Ticket:
@@ -112,6 +117,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             base_gone=-words[9],
             held=tuple(word == 1 for word in words[10 : 10 + HELD]),
             overdue=words[10 + HELD] == 1,
+            troubled=words[11 + HELD] < 0,
         )
 
     def is_resolved(self, marked: int) -> bool:

@@ -27,6 +27,7 @@ class Handover:
         persisted: newest step whose files and receipt of this rank are durable.
         committed: newest committed step; rank 0 hears of it first.
         abandoned: newest step that the coordinator gave up; rank 0 only.
+        hopeless: newest step that it was asked to give up, as a rank has failed and tells why.
         base_gone: committed step that this rank's helper last found gone, -1 for none.
         counts: how often what happened.
         committed_bytes: bytes of each committed step's own files; rank 0 only.
@@ -47,6 +48,7 @@ class Handover:
         self.persisted = -1
         self.committed = -1
         self.abandoned = -1
+        self.hopeless = -1
         self.base_gone = -1
         self.committed_bytes: dict[int, int] = {}
         self.referenced_bytes: dict[int, int] = {}
@@ -131,6 +133,15 @@ class Handover:
         self.counts["failed"] += 1
         self._session.note("failed", step, secs=secs, text=text)
 
+    @property
+    def is_troubled(self) -> bool:
+        """Whether there are failures that nobody took."""
+        return bool(self._failures)
+
+    def failures(self, step: int) -> list[SaveError]:
+        """Failures of a step that nobody took; they stay."""
+        return [f for f in self._failures if f.step == step]
+
     def take_failures(self, step: int | None = None) -> list[SaveError]:
         """Failures since the last time, of one step or of all."""
         taken = [f for f in self._failures if step in (None, f.step)]
@@ -209,7 +220,8 @@ class Handover:
                 self.abandoned = max(self.abandoned, step)
                 self.counts["abandoned"] += 1
                 text = f"step {step} was abandoned: {message.reason}"
-                self._failures.append(SaveError(text, step=step, rank=session.rank))
+                if step > self.hopeless:
+                    self._failures.append(SaveError(text, step=step, rank=session.rank))
                 session.note(
                     "abandoned", step, time=message.time, secs=message.secs, text=message.reason
                 )

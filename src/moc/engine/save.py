@@ -47,6 +47,28 @@ _PRIVATE = (
 )
 
 
+class _Fare(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank fares with the marked save that is waited for.
+
+    Attributes:
+        problem: why it will not be committed, empty as long as it may be.
+        path: what could not be written, empty for nothing.
+        committed: see `Handover`, as the next two.
+        abandoned: likewise.
+        failed: likewise.
+        is_over: whether this rank has nothing left to do for it.
+        is_troubled: whether this rank has failures to raise.
+    """
+
+    problem: str
+    path: str
+    committed: int
+    abandoned: int
+    failed: int
+    is_over: bool
+    is_troubled: bool
+
+
 class Saver:
     """Saves of one rank in one attempt."""
 
@@ -75,6 +97,7 @@ class Saver:
         self._newest = -1
         self._grown = -1  # newest save before which experts had less state than after
         self._owed = False  # whether the newest save should have been persisted, and is not marked
+        self._is_troubled = False  # whether some rank has failures that all are to raise
         self._decided = -1  # newest marked step whose fate all ranks learned together, in `wait`
         self._last_persisted: tuple[tuple[int, ...], ...] = ()
         self._stall_secs: dict[int, float] = {}
@@ -200,21 +223,36 @@ class Saver:
         deadline = knobs.monotonic() + timeout_secs
         while True:  # in rounds: a rank that failed must not leave the others waiting
             problem = self._hear_of(step, deadline)
-            mine = (problem, fate.committed, fate.abandoned, fate.failed, fate.is_over(step))
-            told = gather_values(session.group, mine, tuple[str, int, int, int, bool])
-            committed, abandoned = told[0][1], told[0][2]
-            failed = max(f for _, _, _, f, _ in told)
-            if any(text for text, *_, over in told if not over) or all(o for *_, o in told):
+            mine = _Fare(
+                problem=problem,
+                path=next((f.path for f in fate.failures(step) if f.path), ""),
+                committed=fate.committed,
+                abandoned=fate.abandoned,
+                failed=fate.failed,
+                is_over=fate.is_over(step),
+                is_troubled=fate.is_troubled,
+            )
+            told = gather_values(session.group, mine, _Fare)
+            committed, abandoned = told[0].committed, told[0].abandoned
+            failed = max(f.failed for f in told)
+            if any(f.problem and not f.is_over for f in told) or all(f.is_over for f in told):
                 break
             self._abandon_hopeless(committed, abandoned, failed)
         self._apply_fate(committed, abandoned, failed)
         self._decided = step
         session.flush()
         if committed < step:
+            guilty = [r for r, f in enumerate(told) if f.failed >= step]  # before the next line
             fate.failed = max(fate.failed, step)
-            problems = [f"rank {r}: {text}" for r, (text, *_) in enumerate(told) if text]
-            problems += [str(failure) for failure in fate.take_failures(step)]
-            raise SaveError(f"step {step} was not committed: {'; '.join(problems)}", step=step)
+            fate.take_failures(step)
+            problems = [f"rank {r}: {f.problem}" for r, f in enumerate(told) if f.problem]
+            raise SaveError(
+                f"step {step} was not committed: {'; '.join(problems)}",
+                step=step,
+                rank=guilty[0] if len(guilty) == 1 else -1,
+                path=next((f.path for f in told if f.path), ""),
+            )
+        self._is_troubled = any(f.is_troubled for f in told)
         self._surface()
 
     def stop_if_asked(self, step: int) -> None:
@@ -345,6 +383,7 @@ class Saver:
             abandoned=fate.abandoned if is_coordinator else None,
             overdue=int(self._looks.overdue) if is_coordinator else None,
             base_gone=fate.base_gone,
+            troubled=int(fate.is_troubled),
         )
 
     def _close_ticket(self, step: int, ticket: Ticket) -> tuple[Structure, Posted[Closing]]:
@@ -384,7 +423,7 @@ class Saver:
             if left <= 0:
                 break
         if fate.failed >= step:
-            return "persist failed"
+            return "; ".join(map(str, fate.failures(step))) or "persist failed"
         if fate.abandoned >= step:
             return "the coordinator gave it up"
         if not fate.is_over(step) and knobs.monotonic() >= deadline:
@@ -408,12 +447,14 @@ class Saver:
         if base is not None and base.step == ticket.base_gone:
             self._session.base = None  # nothing to inherit from: the next save is full
         self._abandon_hopeless(ticket.committed, ticket.abandoned, ticket.failed)
+        self._is_troubled = ticket.troubled
 
     def _abandon_hopeless(self, committed: int, abandoned: int, failed: int) -> None:
         """Where some rank cannot deliver, the coordinator need not wait for its receipt."""
         marked = self._handover.marked
         if self._session.rank == 0 and failed == marked > max(committed, abandoned):
             version = Version(marked, self._session.attempt)
+            self._handover.hopeless = marked
             self._handover.tell(say.Abandon(version, "a rank's persist failed"))
 
     def _apply_fate(self, committed: int, abandoned: int, failed: int) -> None:
@@ -499,11 +540,23 @@ class Saver:
         self._snapshots.settle(self._newest)
 
     def _surface(self) -> None:
-        """Events have told of failures; raise the first one if the user wants that."""
-        self._session.flush()
-        failures = self._handover.take_failures()
-        if failures and self._session.policy.on_error == "raise":
-            raise failures[0]
+        """Events have told of failures; raise the first one if the user wants that.
+
+        Of several ranks none may raise alone: the others would wait for it at the next save. So
+        they do together, and the same, once a ticket or `wait` has told that there is something.
+        """
+        session, fate = self._session, self._handover
+        session.flush()
+        if session.policy.on_error == "warn":
+            fate.take_failures()
+        elif self._is_troubled or (session.group.world_size == 1 and fate.is_troubled):
+            self._is_troubled = False
+            mine = [(f.step, f.rank, f.path, str(f)) for f in fate.take_failures()]
+            told = gather_values(session.group, mine, list[tuple[int, int, str, str]])
+            failures = [failure for one in told for failure in one]
+            # What has a path says most.
+            for step, rank, path, text in sorted(failures, key=lambda f: (f[0], not f[2], f[1])):
+                raise SaveError(text, step=step, rank=rank, path=path)
 
     def _stall(self, step: int, secs: float) -> None:
         self._stall_secs[step] = self._stall_secs.get(step, 0.0) + secs
