@@ -153,3 +153,73 @@ def dist_max(number: int) -> int:
     told: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(told, number)
     return max(told)
+
+
+@pytest.mark.parametrize("when", ["before its snapshot", "before its receipt", "after its receipt"])
+def test_a11_a_rank_that_is_killed_in_a_save(managers: Managers, when: str) -> None:
+    """The others learn it within the timeout of the saves, which is far below the job's own."""
+    script = {
+        "before its receipt": FaultScript(nth=2, verb="put_new", error="kill"),
+        "after its receipt": FaultScript(nth=2, verb="put_new", error="kill", when="after"),
+    }
+
+    def work() -> Told:
+        rank = dist.get_rank()
+        model = dense()
+        optimizer = adamw(model)
+        manager = managers(
+            model,
+            optimizer,
+            layout=moc.Layout.from_groups(),
+            policy=policy("raise"),
+            faults=script.get(when) if rank == 2 else None,
+        )
+        manager.restore()
+        train(model, optimizer, 1)
+        if rank == 2 and when == "before its snapshot":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def save() -> None:
+            manager.step(1)
+            if rank == 2:
+                helper = manager._saver._handover._helper
+                assert helper is not None
+                os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
+                os.kill(os.getpid(), signal.SIGKILL)
+            manager.wait()
+
+        told = told_by(save)
+        managers.vanish(manager)
+        return told
+
+    def resume() -> tuple[int, list[int], Any, Any]:
+        model = dense(1)
+        optimizer = adamw(model)
+        manager = managers(
+            model, optimizer, layout=moc.Layout.from_groups(), policy=policy("raise")
+        )
+        report = manager.restore()
+        restored = state_of(model, optimizer)
+        train(model, optimizer, 2)
+        manager.step(2)
+        manager.close()
+        return report.step if report else 0, manager.all_steps(), restored, None
+
+    *told, died = run_ranks(work, 3, timeout_secs=60, allow_death=True)
+    assert died == Died(rank=2, signal=signal.SIGKILL)
+    wait_for_helpers([managers.memory_dir])
+    print(told)
+    for name, text, *_ in told:
+        assert name in ("DeadlineError", "RuntimeError"), (name, text)
+        assert "missing: rank 2 of 3" in text
+    model = dense()
+    optimizer = adamw(model)
+    untouched = state_of(dense(1))
+    train(model, optimizer, 1)
+    for step, steps, restored, _ in run_ranks(resume, 3, timeout_secs=40):
+        if when == "before its snapshot":
+            assert (step, steps) == (0, [2])
+            assert_equal(restored, untouched)
+        else:  # sealed on every rank before it died, and committed or not it is whole
+            assert (step, steps) == (1, [1, 2])
+            assert_equal(restored, state_of(model, optimizer))
