@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from moc.core.faults import FaultScript
 from moc.core.versions import Version
 from moc.errors import (
     ConfigError,
+    DamagedError,
     MismatchError,
     NothingValid,
     RestoreError,
@@ -194,8 +196,8 @@ def test_a08_a09_steps_are_numbers_and_other_names_are_left_alone(managers: Mana
 # ------------------------------------------------------------------------------ what is refused
 
 
-def test_a_step_that_is_not_there_is_an_error(managers: Managers) -> None:
-    """A38: no falling back from a step that was asked for."""
+def test_a38_a_step_that_is_not_there_is_an_error(managers: Managers) -> None:
+    """There is no falling back from a step that was asked for, whatever is there."""
     model = dense()
     with managers(model) as manager:
         manager.step(400)
@@ -203,13 +205,42 @@ def test_a_step_that_is_not_there_is_an_error(managers: Managers) -> None:
     before = state_of(again)
     with pytest.raises(StepNotFound, match=r"step 500 .*400"):
         managers(again).restore(500)
+    empty = managers.run.parent / "empty"
+    empty.mkdir()
+    for elsewhere in (empty, managers.run.parent / "tpyo", managers.run.parent):
+        with pytest.raises(StepNotFound, match="step 500 "):
+            managers(again, directory=elsewhere).restore(500)
     assert_equal(state_of(again), before)
+    assert not list(empty.iterdir())
+    assert not (managers.run.parent / "tpyo").exists()
 
 
-def test_something_there_but_nothing_valid_is_an_error(managers: Managers) -> None:
+def test_a38_nothing_there_yet_is_no_error_and_a_run_nearby_is_told(managers: Managers) -> None:
+    with managers(dense()) as manager:
+        manager.step(400)
+    empty = managers.run.parent / "empty"
+    empty.mkdir()
+    told: dict[Path, list[str]] = {}
+    for elsewhere in (managers.run.parent, empty, managers.run.parent / "tpyo"):
+        events: list[moc.Event] = []
+        manager = managers(dense(1), directory=elsewhere, on_event=events.append)
+        assert manager.restore() is None
+        told[elsewhere] = [e.text for e in events if e.kind == "warning"]
+    (text,) = told.pop(managers.run.parent)
+    assert f"did you mean {managers.run}?" in text
+    assert not any(told.values())
+
+
+def test_a38_something_there_but_nothing_valid_is_an_error(managers: Managers) -> None:
     model = dense()
     with managers(model) as manager:
         manager.step(1)
+    identity = managers.run / "run.json"
+    kept = identity.read_bytes()
+    identity.unlink()
+    with pytest.raises(DamagedError, match=r"run\.json is missing beside steps"):
+        managers(dense(1)).restore()
+    identity.write_bytes(kept)
     for path in managers.run.glob("step-*/dense-*"):
         path.write_bytes(b"\0" * path.stat().st_size)
     manager = managers(dense(1), memory_dir=managers.memory_dir / "another")

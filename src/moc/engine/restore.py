@@ -23,6 +23,7 @@ from moc.engine.report import SOURCES, RestoreReport
 from moc.engine.session import Session, host_name
 from moc.errors import KeyExists, NothingValid, RanksDisagree, RestoreError, RunBusy, StoreError
 from moc.persist.commit import put_attempt
+from moc.persist.survey import runs_below
 from moc.recover.ladder import STORAGE, Inventory, RecoveryPlan, climb
 from moc.snapshot.buffers import remove_dead, remove_forgotten, run_memory
 
@@ -49,6 +50,7 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     )
     nothing = not facts.manifests and not any(facts.timeline.is_live(s.version) for _, s in seals)
     if nothing and asked_step is None and not facts.problems:
+        _tell_of_runs_below(session)
         if not wanted.weights_only:
             identify(session, write=True)
             _start_attempt(session, facts.timeline, 0, {}, [])
@@ -106,6 +108,17 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
         (began, inventoried, loaded),
         slowest,
     )
+
+
+def _tell_of_runs_below(session: Session) -> None:
+    """Starting from scratch in the wrong folder would cost a run and say nothing."""
+    if session.rank != 0 or session.run_id:
+        return
+    store = session.store
+    found = runs_below(store, store.children())
+    if found:
+        text = f"no run in {store.url}: training starts anew; did you mean {' or '.join(found[:3])}?"
+        session.note("warning", 0, text=text)
 
 
 def start_fresh(session: Session, *, force: bool) -> None:

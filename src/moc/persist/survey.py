@@ -26,7 +26,7 @@ from moc.errors import ConfigError, DamagedError, KeyMissing, NewerFormat, Store
 from moc.persist.commit import load_timeline, missing_receipts, versions_in
 from moc.store import LocalStore, Store
 
-__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "find_run", "read_run", "survey"]
+__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "find_run", "read_run", "runs_below", "survey"]
 
 RUN_KEY = "run.json"
 
@@ -230,14 +230,24 @@ def _looks_like_step(name: str) -> bool:
     return name.lstrip(".").lower().startswith("step")
 
 
-def _hint(store: Store, names: Sequence[str]) -> str:
-    """Where the run may be instead: it is easily looked for one or two folders too high."""
+def runs_below(store: Store, names: Sequence[str]) -> list[str]:
+    """Runs in folders of a folder: one is easily looked for one or two folders too high.
+
+    Args:
+        store: where no run is.
+        names: its children.
+    """
     found = []
-    if isinstance(store, LocalStore):
+    if isinstance(getattr(store, "inner", store), LocalStore):  # elsewhere looking costs
         for name in names[:_HINT_FOLDERS]:
             with suppress(StoreError):
                 inner = [name, *(f"{name}/{n}" for n in store.children(name)[:_HINT_FOLDERS])]
                 found += [f"{store.url}/{key}" for key in inner if store.exists(f"{key}/{RUN_KEY}")]
+    return found
+
+
+def _hint(store: Store, names: Sequence[str]) -> str:
+    found = runs_below(store, names)
     if found:
         return f"did you mean {' or '.join(found[:3])}?"
     if not names:
