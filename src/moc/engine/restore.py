@@ -117,7 +117,8 @@ def _tell_of_runs_below(session: Session) -> None:
     store = session.store
     found = runs_below(store, store.children())
     if found:
-        text = f"no run in {store.url}: training starts anew; did you mean {' or '.join(found[:3])}?"
+        meant = " or ".join(found[:3])
+        text = f"no run in {store.url}: training starts anew; did you mean {meant}?"
         session.note("warning", 0, text=text)
 
 

@@ -26,7 +26,16 @@ from moc.errors import ConfigError, DamagedError, KeyMissing, NewerFormat, Store
 from moc.persist.commit import load_timeline, missing_receipts, versions_in
 from moc.store import LocalStore, Store
 
-__all__ = ["RUN_KEY", "Aside", "StepSummary", "Survey", "find_run", "read_run", "runs_below", "survey"]
+__all__ = [
+    "RUN_KEY",
+    "Aside",
+    "StepSummary",
+    "Survey",
+    "find_run",
+    "read_run",
+    "runs_below",
+    "survey",
+]
 
 RUN_KEY = "run.json"
 
