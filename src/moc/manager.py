@@ -333,7 +333,8 @@ class CheckpointManager:
 
         Raises:
             RanksDisagree: ranks call it with different steps.
-            SaveError: an earlier save failed and the policy says ``on_error="raise"``.
+            SaveError: an earlier save failed and the policy says ``on_error="raise"``; the same on
+                all ranks, at the next save after some rank knows.
             RestoreError: only weights were restored, or the run has steps and none was.
             ConfigError: no step can have this number, or it lies before one that was told.
             Preempted: one of ``preempt_signals`` came to some rank; this step is saved, or its

@@ -32,7 +32,8 @@ class Policy:
             ``memory_bytes`` allows. 3 is the paper's triple buffer.
         overlap: copy parameters and optimizer state while the next forward and backward run.
             False copies everything before ``manager.step`` returns.
-        on_error: ``warn`` counts and reports a failed save at the next call; ``raise`` raises.
+        on_error: ``warn`` counts and reports a failed save at the next call; ``raise`` raises, on
+            all ranks at once.
         timeout_secs: deadline of every wait for another rank or the helper process.
         grace_secs: how long a helper whose trainer died may work on before it gives up.
         preempt_grace_secs: with ``preempt_signals``: the process is gone so long after the signal,
