@@ -32,6 +32,8 @@ __all__ = [
     "decode_json",
     "digests_path",
     "encode_json",
+    "is_control_key",
+    "is_data_key",
     "manifest_key",
     "parse_attempt_key",
     "parse_step_dir",
@@ -39,6 +41,7 @@ __all__ = [
     "seal_path",
     "sign",
     "step_dir",
+    "writer_of",
 ]
 
 FORMAT = 1
@@ -46,6 +49,11 @@ FORMAT = 1
 
 _STEP_DIR = re.compile(r"step-(\d{8,})-a(\d{4,})")
 _ATTEMPT = re.compile(r"attempts/(\d{4,})\.json")
+_DATA = re.compile(r"step-\d{8,}-a\d{4,}/(?:dense|experts)-(\d{5,})[\w.-]*\.safetensors")
+_CONTROL = re.compile(
+    r"run\.json|latest|attempts/\d{4,}\.json"
+    r"|step-\d{8,}-a\d{4,}/(?:manifest\.json|rank-\d{5,}\.receipt)"
+)
 
 _DIGEST_START = b'{"digest":"'
 _DIGEST_SKIP = 18  # 16 digits, a quote and a comma
@@ -61,12 +69,14 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         model: digest of the model's parameter names and global shapes.
         format: version of the layout on disk.
         created: ISO-8601 UTC.
+        node_local: every node holds the data files of its own ranks, on a disk of its own.
     """
 
     run_id: str
     model: str
     format: int = FORMAT
     created: str = ""
+    node_local: bool = False
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -372,6 +382,22 @@ def manifest_key(version: Version) -> str:
 def receipt_key(version: Version, rank: int) -> str:
     """Key of a rank's receipt."""
     return f"{step_dir(version)}/rank-{rank:05d}.receipt"
+
+
+def is_data_key(key: str) -> bool:
+    """Whether a key is that of a data file; with node-local disks it stays on its node."""
+    return _DATA.fullmatch(key) is not None
+
+
+def is_control_key(key: str) -> bool:
+    """Whether a key is one that all nodes share: what the run is, receipts, manifests."""
+    return _CONTROL.fullmatch(key) is not None
+
+
+def writer_of(key: str) -> int:
+    """The rank that wrote a data file; -1 for any other key."""
+    match = _DATA.fullmatch(key)
+    return int(match[1]) if match else -1
 
 
 def seal_path(buffer: str) -> str:

@@ -39,6 +39,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
         host: host name of rank 0.
         pid: process id of rank 0.
         time: ISO-8601 UTC.
+        places: where each rank's data files are, ``host:/directory``, in rank order; empty where
+            one store serves all.
     """
 
     attempt: int
@@ -52,6 +54,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     pid: int = 0
     time: str = ""
+    places: list[str] = []
 
 
 class Timeline(msgspec.Struct, frozen=True):
