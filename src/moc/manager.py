@@ -34,6 +34,7 @@ from moc.engine.inputs import (
     store_of,
 )
 from moc.engine.load import Wanted
+from moc.engine.nodes import check_setting, is_folder, place_of
 from moc.engine.preempt import Watch, check_signals, process_place
 from moc.engine.report import RestoreReport
 from moc.engine.restore import restore, start_fresh
@@ -92,6 +93,9 @@ class CheckpointManager:
             signals get them back at `close`. See ``docs/when.md``.
         fresh: start over at step 0; what the run already holds is off the history from then on,
             and retention removes it after the first commit, multiples of ``keep_every`` excepted.
+        node_local: ``directory`` is on a disk of each node's own: data files stay on the node that
+            wrote them, and come over the network where a rank has moved. Nodes without a shared
+            file system need it; alike on all ranks. See ``docs/storage.md``.
         take_over: go on though another job is training in this run on one of these nodes, which
             is refused otherwise (`RunBusy`). Its helpers are ended, and its saves fail from the
             moment this manager starts an attempt.
@@ -119,6 +123,7 @@ class CheckpointManager:
         exclude_frozen: bool = False,
         preempt_signals: Sequence[int] = (),
         fresh: bool = False,
+        node_local: bool = False,
         take_over: bool = False,
         on_event: Callable[[Event], None] | None = None,
         faults: FaultScript | None = None,
@@ -128,7 +133,7 @@ class CheckpointManager:
             layout=layout,
             memory_bytes=memory_bytes,
             on_event=on_event,
-            flags={"exclude_frozen": exclude_frozen, "fresh": fresh, "take_over": take_over},
+            flags={"exclude_frozen": exclude_frozen, "fresh": fresh, "take_over": take_over, "node_local": node_local},
         )
         self._policy = policy or Policy()
         self._memory_bytes = memory_bytes
@@ -175,14 +180,17 @@ class CheckpointManager:
             )
 
         store, live, captured, key, signals = agree(group, look)
+        setting = (key, place_of(store), node_local)
         told = gather_values(
             group,
-            (key, dict(zip(live.experts.layers, live.experts.experts, strict=True))),
-            tuple[str, dict[str, int]],
+            (setting, dict(zip(live.experts.layers, live.experts.experts, strict=True))),
+            tuple[tuple[str, str, bool], dict[str, int]],
         )
+        settings = [theirs for theirs, _ in told]
+        agree(group, lambda: check_setting(settings, folder=is_folder(store)))
         live.experts = live.experts.among(_merge([layers for _, layers in told]))
         self._check_k(live.experts)
-        keys = [key for key, _ in told]
+        keys = [key for key, *_ in settings]
         prints = gather_values(group, live.fingerprint(), int)
         tokens = agree(
             group,
@@ -201,6 +209,8 @@ class CheckpointManager:
             model_id=f"{digest_plan(sorted(set(prints))):016x}",
             nodes=[keys.index(key) for key in keys],
             take_over=take_over,
+            node_local=node_local,
+            places=[place for _, place, _ in settings] if node_local else [],
             on_event=on_event,
         )
         self._watch = _watch_for(signals, group, self._policy)

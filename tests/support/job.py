@@ -52,6 +52,9 @@ class Spec:
         each_step: called on every rank before ``manager.step(step)``.
         after_step: called on every rank after it.
         drain: leave the manager cleanly at the end, else vanish without a word.
+        disks: run directory of each node, in place of ``run_dir``; then disks are node-local.
+        places: node of each rank; in blocks by default.
+        node_local: the manager's setting; by default whether there are ``disks``.
         events: where each rank writes its events as JSON lines, None for nowhere.
     """
 
@@ -70,6 +73,9 @@ class Spec:
     each_step: Callable[[int, int], None] | None = None
     after_step: Callable[[int, int, Any], None] | None = None
     drain: bool = True
+    disks: tuple[Path, ...] = ()
+    places: tuple[int, ...] = ()
+    node_local: bool | None = None
     events: Path | None = None
 
     def but(self, **changes: Any) -> Spec:
@@ -194,9 +200,11 @@ def run_job(spec: Spec) -> Outcome:
 def make_manager(spec: Spec, job: Job, outcome: Outcome) -> moc.CheckpointManager:
     """The manager as the job's trainer would make it."""
     ranks = job.ranks
+    blocks = ranks.rank * len(spec.memory) // ranks.world_size
+    node = spec.places[ranks.rank] if spec.places else blocks
     sinks = [JsonlSink(spec.events)] if spec.events else []
     return moc.CheckpointManager(
-        spec.run_dir,
+        spec.disks[node] if spec.disks else spec.run_dir,
         model=job.model,
         optimizer=job.optimizers,
         extras={"scheduler": job.schedulers, "loader": job.loader},
@@ -204,7 +212,8 @@ def make_manager(spec: Spec, job: Job, outcome: Outcome) -> moc.CheckpointManage
         if ranks.dp
         else moc.Layout.single(),
         policy=spec.policy,
-        memory_dir=spec.memory[ranks.rank * len(spec.memory) // ranks.world_size],
+        memory_dir=spec.memory[node],
+        node_local=bool(spec.disks) if spec.node_local is None else spec.node_local,
         on_event=fan_out(outcome.events.append, *sinks) if sinks else outcome.events.append,
         faults=spec.faults if ranks.rank == spec.faulty_rank else None,
     )

@@ -82,8 +82,12 @@ class Handover:
             grace_secs=policy.grace_secs,
             faults=self._faults,
             unsound=session.unsound,
+            node_local=session.node_local,
+            control=session.endpoint if session.node != session.nodes[0] else None,
+            token=session.endpoint.token if session.listener and session.endpoint else b"",
+            copiers=session.other_listers if session.endpoint else [],
         )
-        self._helper = Helper(hello, folder)
+        self._helper = Helper(hello, folder, session.listener)
 
     def give_up(self, step: int, why: str) -> None:
         """End the helper in whatever it does for this step, and start another one."""
@@ -163,6 +167,9 @@ class Handover:
             DeadlineError: it did not finish in time.
         """
         helper, self._helper = self._helper, None
+        listener, self._session.listener = self._session.listener, None
+        if listener is not None:
+            listener.close()  # the helper has it, and no other will be started
         if helper is None:
             return
         if not drain:

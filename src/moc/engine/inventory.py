@@ -12,8 +12,9 @@ from moc import knobs
 from moc.comm.group import agree, gather_values
 from moc.core.manifest import Manifest, RunInfo, Seal, encode_json
 from moc.core.versions import Timeline, Version
+from moc.engine.nodes import check_directory, keep_copy
 from moc.engine.session import Session, host_name
-from moc.errors import DamagedError, KeyExists, KeyMissing, NewerFormat, RunBusy
+from moc.errors import ConfigError, DamagedError, KeyExists, KeyMissing, NewerFormat, RunBusy
 from moc.persist.client import orphans, stop
 from moc.persist.commit import load_manifest, load_timeline, roll_forward, versions_in
 from moc.persist.residents import live_trainers, start_time
@@ -45,23 +46,37 @@ class _Held(msgspec.Struct):
 def identify(session: Session, *, write: bool) -> None:
     """Rank 0 reads, or with ``write`` makes, the identity of the run; all ranks learn it."""
 
-    def look() -> tuple[str, str]:
-        return _read_identity(session, write) if session.rank == 0 else ("", "")
+    def look() -> tuple[RunInfo | None, bool]:
+        return _read_identity(session, write) if session.rank == 0 else (None, False)
 
     mine = agree(session.group, look)
     told = session.group.broadcast(msgspec.msgpack.encode(mine))
-    session.run_id, session.run_model = msgspec.msgpack.decode(told, type=tuple[str, str])
+    run, made = msgspec.msgpack.decode(told, type=tuple[RunInfo | None, bool])
+    if run is None:
+        session.run_id = session.run_model = ""
+        return
+    session.run_id, session.run_model = run.run_id, run.model
+    check_directory(session, made)
+    if made:
+        keep_copy(session, RUN_KEY, encode_json(run))
 
 
-def _read_identity(session: Session, write: bool) -> tuple[str, str]:
-    store = session.store
+def _read_identity(session: Session, write: bool) -> tuple[RunInfo | None, bool]:
+    """The run, if there is one by now, and whether this start has made it."""
+    store, made = session.store, False
     run = find_run(store)
     if run is None:
         if not write:
-            return "", ""
-        run = RunInfo(run_id=secrets.token_hex(8), model=session.model_id, created=knobs.now_utc())
+            return None, False
+        run = RunInfo(
+            run_id=secrets.token_hex(8),
+            model=session.model_id,
+            created=knobs.now_utc(),
+            node_local=session.node_local,
+        )
         try:
             store.put_new(RUN_KEY, [encode_json(run)])
+            made = True
         except KeyExists:  # another start was faster; the attempt's number decides who goes on
             run = read_run(store)
     if write and run.model != session.model_id:
@@ -69,7 +84,12 @@ def _read_identity(session: Session, write: bool) -> tuple[str, str]:
             f"{store.url} belongs to another model (fingerprint {run.model}, this one is "
             f"{session.model_id}): parameter names, shapes or experts differ; use another directory"
         )
-    return run.run_id, run.model
+    if run.node_local and not session.node_local and len(set(session.nodes)) > 1:
+        raise ConfigError(
+            f"{store.url} has a run whose data files are on the nodes' own disks; give "
+            "node_local=True"
+        )
+    return run, made
 
 
 def settle_orphans(session: Session) -> None:

@@ -198,17 +198,18 @@ class Loader:
         bad: list[tuple[tuple[int, str, int], str]] = []
         with ExitStack() as stack:
             views: dict[str, memoryview] = {}
-            local = [(f, s) for f, s in chosen if s.node in (STORAGE, self._session.node)]
+            home = self._session.node
+            local = [(f, s) for f, s in chosen if self._reader_node(s) == home]
             for fetch, source in sorted(local, key=lambda item: item[1]):
                 try:
                     data = self._read(fetch, source, views, stack)
                 except (DamagedError, StoreError, OSError) as error:
-                    bad.append((source.place, _tell_bad(fetch, source, error)))
+                    bad.append((source.place, self._tell_bad(fetch, source, error)))
                     continue
                 self._fill(fetch, data)
                 self._count(fetch, source)
                 del data
-            remote = [(f, s) for f, s in chosen if s.node not in (STORAGE, self._session.node)]
+            remote = [(f, s) for f, s in chosen if self._reader_node(s) != home]
             bad += self._exchange(remote, views, stack)
             views.clear()
         return [item for told in gather_values(self._session.group, bad, Bad) for item in told]
@@ -341,9 +342,19 @@ class Loader:
         )
 
     def _source(self, fetch: Fetch) -> Source:
-        """Own memory, then the store, then another node's memory."""
-        rank = {self._session.node: 0, STORAGE: 1}
-        return min(fetch.sources, key=lambda s: (rank.get(s.node, 2), s))
+        """Own memory, the store or own disk, another node's memory, another node's disk."""
+        home = self._session.node
+        return min(
+            fetch.sources, key=lambda s: (self._reader_node(s) != home, s.node == STORAGE, s)
+        )
+
+    def _reader_node(self, source: Source) -> int:
+        """The node that reads a source for this rank: this one wherever it can."""
+        home = self._session.node
+        if source.node != STORAGE:
+            return source.node
+        holders = self._session.holders.get(source.file) if self._session.node_local else None
+        return home if not holders or home in holders else holders[0]
 
     def _read(
         self, fetch: Fetch, source: Source, views: dict[str, memoryview], stack: ExitStack
@@ -381,29 +392,36 @@ class Loader:
         views: dict[str, memoryview],
         stack: ExitStack,
     ) -> list[tuple[tuple[int, str, int], str]]:
-        """Pieces that only another node's memory holds: its lister reads, all ranks hear."""
+        """Pieces that only another node holds: its lister reads, all ranks hear."""
         session = self._session
         index = {f.piece.name: i for i, f in enumerate(self._plan.fetches)}
-        mine = [(index[f.piece.name], s) for f, s in remote]
-        told = gather_values(session.group, mine, list[tuple[int, Source]])
+        mine = [(index[f.piece.name], self._reader_node(s), s) for f, s in remote]
+        told = gather_values(session.group, mine, list[tuple[int, int, Source]])
         asked = sorted({item for items in told for item in items})
-        wanted = {i for i, _ in mine}
+        sources = {i: s for i, _, s in mine}
         bad = []
-        for i, source in asked:
+        for i, node, source in asked:
             fetch = self._plan.fetches[i]
-            reader = session.nodes.index(source.node)
+            reader = session.nodes.index(node)
             data: bytes | None = None
             if session.rank == reader:
                 try:
                     data = bytes(self._read(fetch, source, views, stack))
-                except (DamagedError, OSError) as error:
-                    bad.append((source.place, _tell_bad(fetch, source, error)))
+                except (DamagedError, StoreError, OSError) as error:
+                    bad.append((source.place, self._tell_bad(fetch, source, error)))
                     data = b""
             data = session.group.broadcast(data, src=reader)
-            if i in wanted and len(data) == fetch.piece.nbytes:
+            if sources.get(i) == source and len(data) == fetch.piece.nbytes:
                 self._fill(fetch, bytearray(data))
                 self._count(fetch, source)
         return bad
+
+    def _tell_bad(self, fetch: Fetch, source: Source, error: Exception) -> str:
+        session = self._session
+        where = f"the memory of node {source.node}"
+        if source.node == STORAGE:
+            where = f"the disk of {session.places[session.rank]}" if session.places else "the store"
+        return f"{fetch.piece.name} in {source.file} ({where}) cannot be used: {error}"
 
     def _fill(self, fetch: Fetch, data: memoryview | bytearray) -> None:
         piece = fetch.piece
@@ -479,11 +497,6 @@ def once_per_file(bad: Bad) -> list[str]:
         texts[0] + (f" (and {len(texts) - 1} more pieces of it)" if len(texts) > 1 else "")
         for texts in by_file.values()
     ]
-
-
-def _tell_bad(fetch: Fetch, source: Source, error: Exception) -> str:
-    where = "the store" if source.node == STORAGE else f"the memory of node {source.node}"
-    return f"{fetch.piece.name} in {source.file} ({where}) cannot be used: {error}"
 
 
 def _tell_casts(casts: Sequence[tuple[str, str, str]]) -> str:

@@ -14,11 +14,13 @@ import msgspec
 
 from moc import knobs
 from moc.comm.group import agree, gather_values
+from moc.core.manifest import attempt_key, encode_json
 from moc.core.piece import parts_of_all
 from moc.core.tokens import planned_routed, plt, plt_unique
 from moc.core.versions import AttemptRecord, Timeline
 from moc.engine.inventory import identify, list_memory, read_store, settle_orphans
 from moc.engine.load import Loader, Wanted, once_per_file
+from moc.engine.nodes import find_files, gather_control, keep_copy
 from moc.engine.report import SOURCES, RestoreReport
 from moc.engine.session import Session, host_name
 from moc.errors import KeyExists, NothingValid, RanksDisagree, RestoreError, RunBusy, StoreError
@@ -37,16 +39,20 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     """Restore and start the attempt; see `CheckpointManager.restore`. Collective."""
     began = knobs.monotonic()
     session.weights_only = wanted.weights_only
+    gather_control(session)
     identify(session, write=False)
     if not session.is_read_only:
         settle_orphans(session)
     facts = read_store(session)
     seals = list_memory(session)
+    why, lost_files = find_files(session, facts.manifests, facts.timeline)
     inventory = Inventory(
         timeline=facts.timeline,
         seals=seals,
         manifests=tuple(facts.manifests),
         problems=tuple(facts.problems),
+        struck=frozenset(why),
+        why=why,
     )
     nothing = not facts.manifests and not any(facts.timeline.is_live(s.version) for _, s in seals)
     if nothing and asked_step is None and not facts.problems:
@@ -96,8 +102,10 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if not wanted.weights_only:
         is_same = not missing and not unexpected
-        is_kind = not loader.is_other_kind
-        _go_on(session, facts.timeline, plan, sources, is_same=is_same, is_kind=is_kind)
+        # No later step may inherit experts of another kind from an older one, nor lost ones.
+        if loader.is_other_kind or lost_files:
+            plan = msgspec.structs.replace(plan, base=None, base_versions=[])
+        _go_on(session, facts.timeline, plan, sources, is_same=is_same)
     return _report(
         session,
         plan,
@@ -128,6 +136,7 @@ def start_fresh(session: Session, *, force: bool) -> None:
     Raises:
         RestoreError: the run has live versions and ``force`` is not set.
     """
+    gather_control(session)
     identify(session, write=True)
     settle_orphans(session)
     facts = read_store(session)
@@ -149,11 +158,8 @@ def _go_on(
     sources: dict[str, int],
     *,
     is_same: bool,
-    is_kind: bool,
 ) -> None:
     """What was restored becomes what this attempt starts from. Collective."""
-    if not is_kind:  # no later step may inherit experts of another dtype, or without masters
-        plan = msgspec.structs.replace(plan, base=None, base_versions=[])
     if is_same:
         session.model_id = session.run_model  # but for how ranks share it
     session.base, session.base_versions = plan.base, plan.base_versions
@@ -191,6 +197,7 @@ def _start_attempt(
         host=host_name(),
         pid=os.getpid(),
         time=knobs.now_utc(),
+        places=session.places,
     )
 
     def put() -> AttemptRecord:
@@ -207,11 +214,13 @@ def _start_attempt(
     agree(session.group, put)
     told = session.group.broadcast(msgspec.msgpack.encode(record) if session.rank == 0 else None)
     started = msgspec.msgpack.decode(told, type=AttemptRecord)
+    keep_copy(session, attempt_key(started.attempt), encode_json(started))
     session.timeline = Timeline.of([*timeline.attempts, started])
     session.attempt, session.resumed_step = started.attempt, resumed_step
     if not session.lost:
         session.lost = [[0] * n for n in experts]
-    if session.rank == 0:  # no helper of this attempt has begun, and those of others are fenced
+    is_tidier = session.is_lister if session.node_local else session.rank == 0
+    if is_tidier:  # no helper of this attempt has begun, and those of others are fenced
         try:
             session.store.tidy()
         except (StoreError, OSError) as error:

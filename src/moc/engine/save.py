@@ -25,6 +25,7 @@ from moc.core.versions import Version
 from moc.engine.exchange import Exchange, Posted
 from moc.engine.handover import Handover
 from moc.engine.looks import Looks
+from moc.engine.nodes import check_endpoint, open_endpoint
 from moc.engine.preempt import Watch
 from moc.engine.session import Session
 from moc.engine.snapshots import Snapshots
@@ -111,7 +112,9 @@ class Saver:
         if session.base is not None:
             steps = tuple(tuple(v.step for v in row) for row in session.base_versions)
             self._state = ChooseState(steps, steps)
+        open_endpoint(session)
         self._handover.start(self._snapshots.open())
+        check_endpoint(session)
         self._looks.begin(session.restored.step if session.restored else 0)
 
     def step(self, step: int) -> None:

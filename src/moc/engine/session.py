@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from moc.core.events import Event, EventKind
 from moc.core.topology import Topology
 from moc.core.versions import Timeline, Version
 from moc.metrics import LoggingSink, fan_out
+from moc.persist.endpoint import Address
 from moc.state.extras import Extras
 from moc.state.live import LiveState
 from moc.state.routers import TokenCounter
@@ -57,6 +59,11 @@ class Session:
         routed: its token counts.
         weights_only: weights were asked for and nothing else: the run is only read.
         take_over: go on though another job is training in this run.
+        node_local: every node has a disk of its own for data files.
+        places: where they are, ``host:/directory`` of each rank; empty unless ``node_local``.
+        holders: by data file, the nodes that have it; filled by a restore with ``node_local``.
+        listener: rank 0's socket for its helper's endpoint, None where none is needed.
+        endpoint: where that is.
     """
 
     group: Group
@@ -84,6 +91,11 @@ class Session:
     routed: Totals = field(default_factory=list)
     weights_only: bool = False
     take_over: bool = False
+    node_local: bool = False
+    places: list[str] = field(default_factory=list)
+    holders: dict[str, list[int]] = field(default_factory=dict)
+    listener: socket.socket | None = None
+    endpoint: Address | None = None
     _events: deque[Event] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -115,6 +127,11 @@ class Session:
     def is_lister(self) -> bool:
         """Whether this rank looks at its node's memory tier for all ranks of the node."""
         return self.nodes.index(self.node) == self.rank
+
+    @property
+    def other_listers(self) -> list[int]:
+        """Listers of the nodes other than the coordinator's."""
+        return sorted({self.nodes.index(node) for node in self.nodes} - {0})
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:

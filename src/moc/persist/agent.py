@@ -38,6 +38,7 @@ from moc.persist.commit import (
     plan_sweep,
     prune,
 )
+from moc.persist.endpoint import ControlClient, Endpoint
 from moc.persist.messages import (
     Abandon,
     Abandoned,
@@ -55,16 +56,20 @@ from moc.persist.messages import (
     ToHelper,
     Warned,
 )
+from moc.persist.mirror import copy_manifests, is_copied, sweep_node
 from moc.persist.writer import digest_records, read_seal, shared_buffer, write_file
 from moc.store import open_store
 from moc.store.base import Store
+from moc.store.node_local import NodeLocalStore
 from moc.store.wrap import FaultyStore, RetryingStore
 
 __all__ = ["Agent", "main"]
 
 _PATIENCE_SECS = 60.0  # with an operation of the store that fails
+_REQUEST_SECS = 20.0  # for one answer of the coordinator's endpoint
 _HEARTBEAT_SECS = 1.0  # how often an idle helper looks whether its trainer lives
 _POLL_SECS = (0.01, 0.5)  # first and longest pause between looks for receipts
+_COPY_SECS = 5.0  # at the end, for copies of the last manifest on other nodes
 
 
 class _Files:
@@ -101,11 +106,21 @@ class _BaseGone(MocError):
 class Agent:
     """One trainer's helper. Single-threaded: at most one persist is in flight."""
 
-    def __init__(self, hello: Hello, store: Store, channel: Channel) -> None:
+    def __init__(
+        self, hello: Hello, store: Store, channel: Channel, endpoint: Endpoint | None = None
+    ) -> None:
         """Work for the trainer that said hello."""
         self._hello = hello
+        self._endpoint = endpoint
+        self._copying: Version | None = None  # a step whose manifest this node is to have
+        self._copy_by = 0.0
+        self._told_by = 0.0
+        self._last: Version | None = None  # newest commit, for other nodes to copy
         # Far below what a trainer waits for this process: it hears nothing meanwhile.
         patience = min(_PATIENCE_SECS, hello.timeout_secs / 4)
+        self._routed = store if isinstance(store, NodeLocalStore) else None
+        if hello.faults is not None:
+            store = FaultyStore(store, hello.faults)
         self._store = RetryingStore(store, deadline_secs=patience, on_retry=self._warn)
         self._channel = channel
         self._parts: dict[Version, _Files] = {}
@@ -120,9 +135,10 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the trainer says so, or is gone and nothing is left to finish."""
-        while not (self._closing and self._awaited is None):
-            timeout = _HEARTBEAT_SECS if self._awaited is None else self._pause
-            if self._channel.closed and self._awaited is not None:
+        while not (self._closing and self._is_idle() and self._is_copied_elsewhere()):
+            is_idle = self._is_idle() and not self._closing
+            timeout = _HEARTBEAT_SECS if is_idle else self._pause
+            if self._channel.closed and not is_idle:
                 knobs.sleep(timeout)
             for message in self._channel.receive(timeout):
                 self._handle(message)
@@ -132,6 +148,17 @@ class Agent:
                 self._close(self._hello.grace_secs)
             if self._awaited is not None:
                 self._look_for_receipts(self._awaited)
+            if self._copying is not None:
+                self._copy(self._copying)
+
+    def _is_idle(self) -> bool:
+        return self._awaited is None and self._copying is None
+
+    def _is_copied_elsewhere(self) -> bool:
+        """Whether the other nodes have the last manifest, or have had the time to read it."""
+        if self._endpoint is None or self._last is None or knobs.monotonic() > self._told_by:
+            return True
+        return self._endpoint.was_told(manifest_key(self._last), self._hello.copiers)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -150,6 +177,8 @@ class Agent:
     def _close(self, secs: float) -> None:
         self._closing = True
         self._deadline = min(self._deadline, knobs.monotonic() + secs)
+        self._pause = _POLL_SECS[0]
+        self._copy_by = min(self._copy_by, knobs.monotonic() + min(secs, _COPY_SECS))
 
     def _attempt(self, version: Version, work, message) -> None:  # type: ignore[no-untyped-def]
         """Run a persist and report the outcome. The store has its own tries, and tells of them."""
@@ -212,6 +241,11 @@ class Agent:
                 min(hello.timeout_secs, hello.grace_secs) if self._closing else hello.timeout_secs
             )
             self._pause = _POLL_SECS[0]
+        elif hello.rank in hello.copiers:
+            self._copying, self._pause = version, _POLL_SECS[0]
+            self._copy_by = knobs.monotonic() + (
+                min(hello.timeout_secs, _COPY_SECS) if self._closing else hello.timeout_secs
+            )
 
     def _secs(self) -> float:
         """Since the persist in hand began, with the tries that failed."""
@@ -268,7 +302,8 @@ class Agent:
             trouble = f"commit failed until the deadline: {error}"
             self._say(Warned(f"commit of step {version} failed, trying again: {error}"))
         if manifest is not None:
-            self._awaited = None
+            self._awaited, self._last = None, version
+            self._told_by = knobs.monotonic() + min(self._hello.timeout_secs, _COPY_SECS)
             nbytes = sum(f.nbytes for f in manifest.files if f.is_of(version))
             secs = knobs.monotonic() - self._since
             self._say(
@@ -310,7 +345,13 @@ class Agent:
             timeline = self._look_at_attempts()
             if timeline.head != hello.attempt:
                 return  # a later attempt owns the run now; pruning is its business
-            plan = plan_sweep(self._store, timeline, hello.keep_latest_k, hello.keep_every)
+            plan = plan_sweep(
+                self._store,
+                timeline,
+                hello.keep_latest_k,
+                hello.keep_every,
+                node_local=hello.node_local,
+            )
             for problem in prune(self._store, plan):
                 self._say(Warned(problem))
             if plan.retire or plan.delete:
@@ -318,6 +359,29 @@ class Agent:
                 self._say(Pruned(list(plan.retire), len(plan.delete), secs))
         except (MocError, OSError) as error:
             self._say(Warned(f"after the commit of step {version}: {error}"))
+
+    def _copy(self, version: Version) -> None:
+        """Keep a copy of the step's manifest on this node, and only the data files it needs."""
+        routed = self._routed
+        assert routed is not None
+        start = knobs.monotonic()
+        try:
+            if not is_copied(routed.local, routed.control, version):
+                self._pause = min(self._pause * 2, _POLL_SECS[1])
+                if start > self._copy_by:
+                    self._copying = None  # abandoned, as the coordinator says elsewhere
+                return
+            self._copying = None
+            there, timeline = copy_manifests(routed.local, routed.control)
+            if self._hello.keep_latest_k is None or timeline.head != self._hello.attempt:
+                return
+            gone = sweep_node(routed.local, there, timeline)
+        except (MocError, OSError) as error:
+            self._copying = None
+            self._say(Warned(f"this node has no copy of the manifest of step {version}: {error}"))
+            return
+        if gone:
+            self._say(Pruned([], len(gone), knobs.monotonic() - start))
 
     def _warn(self, error: Exception) -> None:
         self._say(Warned(f"trying again: {error}"))
@@ -348,6 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", default="", help="memory directory, for people who run ps")
     parser.add_argument("--rank", type=int, default=0, help="rank, for people who run ps")
     parser.add_argument("--run", default="", help="URL of the run, for whoever looks for it")
+    parser.add_argument("--listen", type=int, default=-1, help="socket to serve other nodes from")
     parser.add_argument("--trainer", type=int, default=0, help="process id of the trainer")
     options = parser.parse_args(arguments)
     channel = Channel(socket.socket(fileno=options.fd), ToHelper)
@@ -362,12 +427,19 @@ def main(arguments: list[str] | None = None) -> int:
     if hello is None:
         return 0
     store = open_store(hello.url)
-    if hello.faults is not None:
-        store = FaultyStore(store, hello.faults)
-    agent = Agent(hello, store, channel)
+    endpoint = None
+    if options.listen >= 0:
+        endpoint = Endpoint(socket.socket(fileno=options.listen), hello.token, store)
+    if hello.control is not None:
+        timeout_secs = min(_REQUEST_SECS, hello.timeout_secs / 4)
+        control = ControlClient(hello.control, hello.rank, timeout_secs)
+        store = NodeLocalStore(store, control)
+    agent = Agent(hello, store, channel, endpoint)
     for message in rest:
         agent._handle(message)
     agent.run()
+    if endpoint is not None:
+        endpoint.close()
     return 0
 
 

@@ -25,19 +25,32 @@ _SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 class Helper:
     """A running helper process."""
 
-    def __init__(self, hello: Hello, memory_dir: str) -> None:
-        """Start the process. It inherits no standard streams, so nobody waits for it to end."""
+    def __init__(
+        self, hello: Hello, memory_dir: str, listener: socket.socket | None = None
+    ) -> None:
+        """Start the process. It inherits no standard streams, so nobody waits for it to end.
+
+        Args:
+            hello: what it works for.
+            memory_dir: the run's folder in the memory tier.
+            listener: the socket that it is to serve other nodes from; it stays the caller's, so
+                that the next helper serves the same address.
+        """
         ours, theirs = socket.socketpair()
         Path(memory_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may wipe it
         self.memory_dir = memory_dir
         command = [sys.executable, "-m", "moc.persist.agent", "--fd", str(theirs.fileno())]
         command += ["--memory", memory_dir, "--rank", str(hello.rank)]
         command += ["--run", hello.url, "--trainer", str(os.getpid())]
+        inherited = [theirs.fileno()]
+        if listener is not None:
+            inherited.append(listener.fileno())
+            command += ["--listen", str(listener.fileno())]
         with theirs, open(_log_path(memory_dir, hello.rank), "ab") as log:
             # The helper must find what this process can import, wherever it was started.
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

@@ -184,8 +184,13 @@ def plan_sweep(
     keep_latest_k: int | None,
     keep_every: int | None,
     protected: Sequence[Version] = (),
+    *,
+    node_local: bool = False,
 ) -> Sweep:
     """What retention would remove now.
+
+    With node-local disks, files that this node does not have count as there: each node answers
+    for its own.
 
     A listing may lack a step. A step needs its own files, which are then not listed either, and
     files that the one it builds on needs as well: so the newest may be missing here, and any
@@ -209,7 +214,11 @@ def plan_sweep(
             seen.add(base)
             todo.append(base)
     keys = [key for key in store.list() if parse_step_dir(key.partition("/")[0]) is not None]
-    return sweep(facts, keys, timeline, keep_latest_k, keep_every, protect)
+    if not node_local:
+        return sweep(facts, keys, timeline, keep_latest_k, keep_every, protect)
+    elsewhere = {key for fact in facts for key in fact.files}.difference(keys)
+    plan = sweep(facts, [*keys, *elsewhere], timeline, keep_latest_k, keep_every, protect)
+    return Sweep(plan.keep, plan.retire, tuple(k for k in plan.delete if k not in elsewhere))
 
 
 def named_files(store: Store, versions: Sequence[Version]) -> dict[str, list[Version]]:

@@ -23,7 +23,7 @@ from moc.core.manifest import is_control_key
 from moc.errors import StoreError, StoreRefused
 from moc.store.base import Chunk, Names, Store, check_key, check_prefix
 
-__all__ = ["Address", "ControlClient", "Endpoint", "listen"]
+__all__ = ["Address", "ControlClient", "Endpoint", "listen", "own_addresses"]
 
 _TOKEN_BYTES = 32
 _LENGTH_BYTES = 8
@@ -248,6 +248,10 @@ class ControlClient:
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         self._ask(_Ask("delete", check_key(key)))
+
+    def tidy(self) -> int:
+        """See `Store.tidy`: the coordinator's business."""
+        return 0
 
     def _ask(self, ask: _Ask) -> _Answer:
         ask.rank = self._rank

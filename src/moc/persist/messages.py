@@ -12,6 +12,7 @@ import msgspec
 from moc.core.faults import FaultScript
 from moc.core.piece import PieceRecord
 from moc.core.versions import Version
+from moc.persist.endpoint import Address
 
 __all__ = [
     "Abandon",
@@ -47,6 +48,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         grace_secs: how long to go on when the trainer is gone.
         faults: operations of the store that are made to fail, for tests.
         unsound: keys of data files in which a restore found bad bytes: not to be referenced.
+        node_local: ``url`` is this node's own disk, for its ranks' data files.
+        control: where the other keys are; None on the coordinator's node, where ``url`` has them.
+        token: opens the endpoint that the coordinator serves.
+        copiers: ranks whose helpers keep copies of manifests, one on each of the other nodes.
     """
 
     url: str
@@ -59,6 +64,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     grace_secs: float
     faults: FaultScript | None = None
     unsound: list[str] = []
+    node_local: bool = False
+    control: Address | None = None
+    token: bytes = b""
+    copiers: list[int] = []
 
 
 class PersistPart(msgspec.Struct, frozen=True, tag=True):

@@ -63,5 +63,9 @@ class NodeLocalStore:
         """See `Store.delete`."""
         self._of(key).delete(key)
 
+    def tidy(self) -> int:
+        """See `Store.tidy`; the coordinator tidies its own."""
+        return self.local.tidy()
+
     def _of(self, key: str) -> Store:
         return self.local if is_data_key(key) else self.control
