@@ -48,7 +48,7 @@ __all__ = [
     "place_of",
 ]
 
-_SEEN_SECS = 5.0  # until a new file on a shared file system is seen by every node
+_SEEN_SECS = 60.0  # NFS may believe for so long that a new folder is not there
 _POLL_SECS = 0.05
 _REMEDY = (
     "give all ranks one directory on a file system that the nodes share, or "
@@ -114,7 +114,8 @@ def check_directory(session: Session, made: bool) -> None:
     seen, place = "", place_of(session.store)
     folder = is_folder(session.store)
     if folder and session.is_lister:
-        end = knobs.monotonic() + _SEEN_SECS * (session.rank > 0)
+        patience = min(_SEEN_SECS, session.policy.timeout_secs / 4)
+        end = knobs.monotonic() + patience
         while not (seen := _run_of(session.store)) and knobs.monotonic() < end:
             knobs.sleep(_POLL_SECS)
     mine = (place, seen, folder and session.is_lister)
@@ -259,7 +260,8 @@ def _run_of(store: Store) -> str:
 def _refuse_different(held: Sequence[Mapping[str, str]], places: Sequence[str]) -> None:
     first: dict[str, int] = {}
     for rank, keys in enumerate(held):
-        for key, digest in keys.items():
+        for key in sorted(keys, key=lambda k: (k != RUN_KEY, k)):
+            digest = keys[key]
             other = first.setdefault(key, rank)
             if held[other][key] != digest:
                 what = "another run" if key == RUN_KEY else f"another history ({key} differs)"

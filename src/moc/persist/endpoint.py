@@ -131,6 +131,10 @@ class _Handler(socketserver.BaseRequestHandler):
         if not secrets.compare_digest(token, self.server.token):
             refused = _Answer(error="StoreRefused", text="the token is not that of this job")
             _send_frame(sock, refused, end)
+            sock.shutdown(socket.SHUT_WR)
+            # A socket closed with bytes unread resets, and takes the answer from the other side.
+            with suppress(OSError):
+                _receive(sock, _READ_BYTES, knobs.monotonic() + _TOKEN_SECS)
             return
         ask = _receive_frame(sock, _Ask, end)
         _send_frame(sock, self._answer(ask), end)
@@ -162,7 +166,7 @@ def _put(store: Store, ask: _Ask) -> _Answer:
 
 
 def _exists(store: Store, ask: _Ask) -> _Answer:
-    return _Answer(number=store.exists(_served(ask.key)))
+    return _Answer(number=int(store.exists(_served(ask.key))))
 
 
 def _size(store: Store, ask: _Ask) -> _Answer:
