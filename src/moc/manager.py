@@ -133,7 +133,12 @@ class CheckpointManager:
             layout=layout,
             memory_bytes=memory_bytes,
             on_event=on_event,
-            flags={"exclude_frozen": exclude_frozen, "fresh": fresh, "take_over": take_over, "node_local": node_local},
+            flags={
+                "exclude_frozen": exclude_frozen,
+                "fresh": fresh,
+                "take_over": take_over,
+                "node_local": node_local,
+            },
         )
         self._policy = policy or Policy()
         self._memory_bytes = memory_bytes

@@ -58,6 +58,7 @@ def killed(
     job = Spec(run_dir=folder, memory=memory, text=text, policy=EACH, disks=disks, after_step=kill)
     run_ranks(run_job, 4, job, allow_death=True)
     wait_for_helpers(memory)
+    assert not [log.read_text() for log in folder.rglob("helper-*.log") if log.stat().st_size]
     undisturbed = job.but(policy=None, after_step=None, steps=6, record=(4, 6))
     return disks, run_ranks(run_job, 4, undisturbed)
 
@@ -191,8 +192,9 @@ def test_a_new_helper_of_rank_0_serves_the_same_address(job: Spec) -> None:
 
 
 def test_each_node_deletes_its_own_files_that_no_kept_step_names(job: Spec) -> None:
-    go(job, policy=replace(EACH, keep_latest_k=1), steps=6, drain=True)
+    outcomes = go(job, policy=replace(EACH, keep_latest_k=1), steps=6, drain=True)
     folders = [{key.partition("/")[0] for key in LocalStore(disk).list()} for disk in job.disks]
+    assert not [event for o in outcomes for event in o.events if event.kind == "warning"]
     newest = "step-00000006-a0001"
     assert folders[0] - {"attempts", "run.json", "latest"} == {newest}
     # The coordinator retires a step first; the others follow with the next commit at the latest.

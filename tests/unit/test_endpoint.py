@@ -90,7 +90,7 @@ def test_strangers_who_talk_or_stay_silent_hold_nobody_up(address: Address) -> N
 
 def test_who_does_not_answer_is_named_after_the_deadline() -> None:
     listener, address = listen("host-7:/local/run", ["localhost"])
-    with listener, pytest.raises(StoreError, match="host-7:/local/run .*did not answer size"):
+    with listener, pytest.raises(StoreError, match=r"host-7:/local/run .*did not answer size"):
         ControlClient(address, rank=3, timeout_secs=0.2).size(MANIFEST)
     with pytest.raises(StoreError, match="port"):
         ControlClient(address, rank=3, timeout_secs=0.2).size(MANIFEST)

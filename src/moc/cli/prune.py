@@ -42,10 +42,17 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: at least 1")
     store = open_store(args.run)
-    read_run(store)
+    run_info = read_run(store)
     timeline = load_timeline(store)
     protect = unfinished_bases(store, timeline)
-    plan = plan_sweep(store, timeline, args.keep_latest_k, args.keep_every, protect)
+    plan = plan_sweep(
+        store,
+        timeline,
+        args.keep_latest_k,
+        args.keep_every,
+        protect,
+        node_local=run_info.node_local,
+    )
     named = named_files(store, plan.keep)
     size = sum(store.size(key) for key in plan.delete)
     problems = [] if args.dry_run else prune(store, plan)

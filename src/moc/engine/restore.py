@@ -102,10 +102,8 @@ def restore(session: Session, asked_step: int | None, wanted: Wanted) -> Restore
     session.unsound = sorted({file for node, file, _ in inventory.struck if node == STORAGE})
     if not wanted.weights_only:
         is_same = not missing and not unexpected
-        # No later step may inherit experts of another kind from an older one, nor lost ones.
-        if loader.is_other_kind or lost_files:
-            plan = msgspec.structs.replace(plan, base=None, base_versions=[])
-        _go_on(session, facts.timeline, plan, sources, is_same=is_same)
+        inherits = not loader.is_other_kind and not lost_files
+        _go_on(session, facts.timeline, plan, sources, is_same=is_same, inherits=inherits)
     return _report(
         session,
         plan,
@@ -158,8 +156,11 @@ def _go_on(
     sources: dict[str, int],
     *,
     is_same: bool,
+    inherits: bool,
 ) -> None:
     """What was restored becomes what this attempt starts from. Collective."""
+    if not inherits:  # from an older step, experts that are of another dtype there, or lost
+        plan = msgspec.structs.replace(plan, base=None, base_versions=[])
     if is_same:
         session.model_id = session.run_model  # but for how ranks share it
     session.base, session.base_versions = plan.base, plan.base_versions

@@ -25,6 +25,7 @@ from moc.core.manifest import (
     Receipt,
     digests_path,
     encode_json,
+    manifest_key,
     receipt_key,
 )
 from moc.core.piece import PieceRecord

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moc import knobs
 from moc.errors import DeadlineError, HelperError
-from moc.persist.messages import Channel, Close, FromHelper, Hello
+from moc.persist.messages import Channel, Close, FromHelper, Hello, Warned
 from moc.persist.residents import residents
 
 __all__ = ["Helper", "orphans", "stop"]
@@ -117,6 +117,8 @@ class Helper:
                 f"{deadline_secs:.0f} s and was killed"
             ) from None
         self._channel.sock.close()
+        if self._process.returncode > 0:  # it has done what it was asked for, and then failed
+            messages.append(Warned(self._obituary()))
         return messages
 
     def detach(self) -> None:
