@@ -10,7 +10,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 __all__ = ["DcpAsync", "dcp_save", "torch_save"]
 
@@ -27,7 +28,7 @@ def dcp_save(state: Mapping[str, object], folder: Path) -> None:
     """`torch.distributed.checkpoint.save`, which syncs its files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process is known
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 class DcpAsync:
@@ -55,9 +56,9 @@ class DcpAsync:
         start = perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            saved: Any = dcp.async_save(
+            saved: Any = async_save(
                 dict(state),
-                storage_writer=dcp.FileSystemWriter(folder),
+                storage_writer=FileSystemWriter(folder),
                 async_stager=self._stager,
                 no_dist=True,
             )
