@@ -48,6 +48,7 @@ from moc.state.experts import ExpertMap, ExpertRule, build_expert_map
 from moc.state.extras import Extras
 from moc.state.live import LiveState, unwrap
 from moc.state.masters import Masters
+from moc.state.modules import ModuleStates
 from moc.state.routers import TokenCounter
 from moc.store.base import Store
 
@@ -179,7 +180,7 @@ class CheckpointManager:
                     exclude_frozen=exclude_frozen,
                     rank=group.rank,
                 ),
-                Extras({} if extras is None else extras),
+                Extras(_with_module_states({} if extras is None else extras, model)),
                 node_key(memory),
                 check_signals(preempt_signals),
             )
@@ -596,3 +597,9 @@ def _merge(told: Sequence[Mapping[str, int]]) -> dict[str, int]:
                     "give each the same number, or the right group as ep="
                 )
     return merged
+
+
+def _with_module_states(extras: Mapping[str, object], model: nn.Module) -> Mapping[str, object]:
+    """What modules keep beside parameters and buffers is an extra, where there is any."""
+    states = ModuleStates(unwrap(model))
+    return {**extras, "moc.modules": states} if states else extras

@@ -403,3 +403,99 @@ def test_tables_are_left_out_and_buffers_of_experts_are_not(managers: Managers) 
     assert torch.equal(again[0].rope, torch.full((3,), 5.0))
     assert torch.equal(again[1].load, torch.full((3,), 3.0))
     assert torch.equal(again[1].router.bias, torch.full((EXPERTS,), 3.0))
+
+
+class Scaled(nn.Linear):
+    """Keeps a number that is neither parameter nor buffer."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_extra_state_of_modules(managers: Managers) -> None:
+    model = nn.Sequential(Scaled(DIM, DIM), Scaled(DIM, DIM))
+    model[1].scale = 42.0
+    with managers(model) as manager:
+        manager.save(1)
+    again = nn.Sequential(Scaled(DIM, DIM), Scaled(DIM, DIM))
+    assert managers(again).restore() is not None
+    assert [m.scale for m in again] == [1.0, 42.0]
+
+
+@pytest.mark.parametrize("form", ["longer", "float", "new"])
+def test_a_buffer_that_takes_another_form_is_saved_as_it_is(managers: Managers, form: str) -> None:
+    def change(model: nn.Module) -> nn.Module:
+        if form == "new":
+            model.register_buffer("other", torch.arange(3.0))
+        else:
+            model.seen = torch.arange(8) if form == "longer" else torch.tensor([0.5] * 4)
+        return model
+
+    def build() -> nn.Module:
+        model = dense()
+        model.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        return model
+
+    model = build()
+    with managers(model) as manager:
+        manager.save(1)
+        manager.wait()
+        change(model)
+        manager.save(2)
+    again = change(build())
+    for buffer in again.buffers():
+        buffer.zero_()
+    report = managers(again).restore()
+    assert report is not None
+    assert report.step == 2
+    assert_equal(state_of(again), state_of(model))
+
+
+def test_an_error_of_user_code_in_a_save_costs_that_save_alone(managers: Managers) -> None:
+    class Fickle:
+        fails = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.fails:
+                raise ZeroDivisionError("of the user")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    extra, model = Fickle(), dense()
+    manager = managers(model, extras={"mine": extra})
+    manager.step(1)
+    manager.wait()
+    extra.fails = True
+    with pytest.raises(ZeroDivisionError):
+        manager.step(2)
+    extra.fails = False
+    manager.step(3)
+    manager.wait()
+    assert manager.all_steps() == [1, 3]
+    assert manager.stats()["failed"] == 1
+
+
+def test_a_tensor_rate_that_groups_shared_parts_with_them(managers: Managers) -> None:
+    def build(seed: int, *rates: Tensor) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = dense(seed)
+        groups = [
+            {"params": model[i].parameters(), "lr": r} for i, r in zip((0, 2), rates, strict=True)
+        ]
+        return model, torch.optim.AdamW(groups, foreach=False)
+
+    rates = [torch.tensor(5e-4), torch.tensor(1e-3)]
+    model, optimizer = build(0, *rates)
+    with managers(model, optimizer) as manager:
+        train(model, optimizer, 1)
+        manager.step(1)
+    shared = torch.tensor(1.0)
+    again, fresh = build(1, shared, shared)
+    assert managers(again, fresh).restore() is not None
+    assert [float(g["lr"]) for g in fresh.param_groups] == [float(rate) for rate in rates]

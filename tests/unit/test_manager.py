@@ -165,6 +165,20 @@ def test_a_step_without_an_optimizer_step_is_ignored_and_told_once(managers: Man
     assert manager.all_steps() == [1, 4]
 
 
+def test_a_loop_that_repeats_the_restored_step_is_told(managers: Managers) -> None:
+    model = dense()
+    optimizer = adamw(model)
+    with managers(model, optimizer) as manager:
+        run_steps(manager, model, optimizer, [1, 2])
+    again = dense(1)
+    fresh = adamw(again)
+    manager = managers(again, fresh)
+    assert manager.restore() is not None
+    manager.step(2)  # no optimizer step was made: nothing is mislabelled
+    with pytest.raises(ConfigError, match=r"step\(2\).*report\.step \+ 1.*here 3"):
+        run_steps(manager, again, fresh, [2])
+
+
 def test_nothing_yet_is_none(managers: Managers) -> None:
     model = dense()
     optimizer = adamw(model)

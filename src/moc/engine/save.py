@@ -31,7 +31,7 @@ from moc.engine.session import Session
 from moc.engine.snapshots import Snapshots
 from moc.engine.structure import Structure, agree_on_structure
 from moc.engine.tickets import Tickets
-from moc.errors import MocError, Preempted, SaveError
+from moc.errors import ConfigError, MocError, Preempted, SaveError
 from moc.persist import messages as say
 from moc.persist.commit import versions_in
 from moc.snapshot.gate import Gate
@@ -127,6 +127,11 @@ class Saver:
                 session.note("warning", step, text=text)
                 session.flush()
             return
+        if session.restored is not None and step == session.resumed_step and self._gate.steps:
+            raise ConfigError(
+                f"manager.step({step}) after an optimizer step, and step {step} is what was "
+                f"restored: go on with range(report.step + 1, ...), here {step + 1}"
+            )
         self._steps_seen = self._gate.steps
         self._handover.listen()
         if 0 <= self._tickets.due < step:
@@ -152,7 +157,10 @@ class Saver:
         start = knobs.monotonic()
         session = self._session
         if step == self._handover.marked:
-            return  # it is being persisted already, and keys are written once
+            text = f"step {step} is persisted as it was already: a step is written once"
+            session.note("warning", step, text=text)
+            session.flush()
+            return
         if forced:
             self._let_finish()
         self._settle_copy()
@@ -193,6 +201,9 @@ class Saver:
             )
         except (MocError, OSError) as error:
             self._handover.fail(step, f"snapshot of step {step} failed: {error}", error)
+        except BaseException as error:  # user code, or Ctrl-C: the caller's to see, not the fate's
+            self._handover.fail(step, f"snapshot of step {step} failed: {error!r}")
+            raise
         self._state = self._state.snapshotted(step, decision.choice.snapshot)
         self._handover.counts["saves"] += 1
         self._stall(step, knobs.monotonic() - start)
@@ -428,7 +439,7 @@ class Saver:
         if fate.failed >= step:
             return "; ".join(map(str, fate.failures(step))) or "persist failed"
         if fate.abandoned >= step:
-            return "the coordinator gave it up"
+            return "; ".join(map(str, fate.failures(step))) or "the coordinator gave it up"
         if not fate.is_over(step) and knobs.monotonic() >= deadline:
             return f"its helper said nothing of step {step} in time"
         return ""

@@ -603,7 +603,8 @@ class Extras:
         if missing or unexpected or lengths:
             raise MismatchError(
                 f"extras differ: not in the checkpoint {list(missing)}, not here"
-                f" {list(unexpected)}, of other lengths {list(lengths)}",
+                f" {list(unexpected)}, of other lengths {list(lengths)}; give the extras"
+                " that were saved, or restore(strict=False) for those that both have",
                 missing=missing,
                 unexpected=unexpected,
                 differing=lengths,

@@ -92,10 +92,15 @@ def restore_groups(live: LiveState, captured: Any) -> None:
     Raises:
         MismatchError: see `match_groups`; nothing was changed.
     """
+    filled: dict[int, Tensor] = {}
     for group, options in match_groups(live, captured):
         for key, value in options.items():
             now = group.get(key)
             if isinstance(now, Tensor) and _fits(now, value):
+                other = filled.get(id(now))
+                if other is not None and not torch.equal(other, torch.as_tensor(value)):
+                    now = group[key] = now.clone()  # one tensor of several groups has parted
+                filled[id(now)] = torch.as_tensor(value)
                 with torch.no_grad():  # keep the object: compiled steps and schedulers hold it
                     now.copy_(torch.as_tensor(value))
             else:
@@ -106,4 +111,5 @@ def _fits(now: Tensor, value: object) -> bool:
     """Whether the value can be copied into the live tensor without loss."""
     if isinstance(value, Tensor):
         return value.shape == now.shape and value.dtype == now.dtype
-    return isinstance(value, float | int) and now.dim() == 0
+    exact = isinstance(value, int) or (isinstance(value, float) and now.is_floating_point())
+    return exact and now.dim() == 0

@@ -329,17 +329,15 @@ class LiveState:
         return digest_plan([*names, self.experts.layers, self.experts.experts])
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when state appears or vanishes (the first step, an expert's first token)."""
+        """Changes when state appears, vanishes or takes another form: an expert's first token, a
+        buffer that grows, a model that is cast.
+        """
         thawed = sum(param.requires_grad for param in self._frozen.values())
-        return (
-            thawed,
-            len(self.replaced()),
-            *(
-                sum(value is not None for value in entry.values())
-                for optimizer in self.inner
-                for entry in optimizer.state.values()
-            ),
-        )
+        forms = [_form(param) for param in self.params.values()]
+        forms += [_form(value) for m in self.model.modules() for value in m._buffers.values()]
+        states = [entry for optimizer in self.inner for entry in optimizer.state.values()]
+        forms += [_form(value) for entry in states for value in entry.values()]
+        return (thawed, len(self.replaced()), hash(tuple(forms)), len(states))
 
     def may_grow(self, *, stepped: bool) -> bool:
         """Whether the next optimizer step may bring state that is not there yet.
@@ -727,6 +725,11 @@ class _Put:
         self.entry[self.key] = {"bool": bool, "int": int, "float": float}[self.kind](
             self.tensor.item()
         )
+
+
+def _form(value: object) -> object:
+    """What a region of a value depends on, but for the value."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 def _links(model: nn.Module) -> list[tuple[Mapping[str, Any], str, object]]:
